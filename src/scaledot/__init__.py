@@ -1,0 +1,1 @@
+"""scaledot: scaled dot-product attention that shows its work."""

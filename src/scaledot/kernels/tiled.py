@@ -1,0 +1,346 @@
+"""The kernel in plain torch: any device and float dtype, O(n) memory forward and backward.
+
+Queries and keys are cut into blocks; a block of scores is looked at once and thrown away:
+
+    for each block of queries                     forward          backward
+        for each block of keys it may see
+            S = α Q Kᵀ, cap, bias, mask           again            again, from (top, log_mass)
+            row state ← merge(row state, block)   rows.py          –
+            O ← rescaled O + e·V                  online softmax   dQ, dK, dV, dbias added up
+
+Sources: Milakov & Gimelshein 2018 (arXiv:1805.02867), Rabe & Staats 2021 (arXiv:2112.05682), Dao et
+al. 2022 (arXiv:2205.14135, algorithm 4 for the backward). What differs: the statistics, and the
+gradients of lse and entropy that are folded in (docs/maths.md#backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from scaledot.masks import Visibility
+from scaledot.rows import RowState, RowStats, finish, merge
+
+BLOCK = 1 << 19
+"""Scores held at once: large enough to hide torch's call overhead, small enough for the cache."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What turns ⟨q,k⟩ into weights, beside the mask."""
+
+    scale: float
+    softcap: float | None
+    sinks: Float[Tensor, "heads"] | None
+    dropout_p: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A block of scores: which batches and kv heads, queries and keys."""
+
+    batch: slice
+    heads: slice
+    queries: tuple[int, int]
+    number: int
+
+
+def forward(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"] | None,
+    seen: Visibility,
+    terms: Terms,
+) -> tuple[
+    Float[Tensor, "batch heads queries value_dim"] | None,
+    RowStats,
+    Float[Tensor, "batch heads queries"],
+    Float[Tensor, "batch heads queries"],
+]:
+    """(output, row statistics, top, log_mass); the last two are what `backward` needs.
+
+    Output is float32, or float64 for float64 inputs; None without a value.
+    """
+    dtype = _accumulator(query)
+    batch, heads, queries, _ = query.shape
+    kv_heads, group = key.shape[1], _group(query, key)
+    like = query.new_empty(0, dtype=dtype)
+    shape = (batch, kv_heads, group, queries)
+    start = RowState.identity(shape, like)
+    total = RowState(**{f.name: getattr(start, f.name).clone() for f in fields(RowState)})
+    out = None if value is None else like.new_zeros(*shape, value.shape[-1])
+    careful = value is not None and not bool(value.isfinite().all())
+
+    for tile in _tiles(query, key, seen):
+        q0, q1 = tile.queries
+        q = _rows(query, tile, group, dtype) * terms.scale
+        part = seen.part(tile.batch, _query_heads(tile, group))
+        state = RowState.identity((*q.shape[:3], q1 - q0), like)
+        acc: Tensor | float = 0.0
+        spoilt: Tensor | float = 0.0
+        for number, k0, k1 in _key_blocks(part, q0, q1, key.shape[2], q):
+            k = key[tile.batch, tile.heads, k0:k1].to(dtype)
+            scaled, logits, hidden, uncounted, _ = _scores(
+                q, k, part, (q0, q1, k0, k1), group, terms.softcap
+            )
+            block, e = RowState.of(scaled, logits, hidden, uncounted, k0)
+            state, fa, fb = merge(state, block)
+            if value is None:
+                continue
+            v = value[tile.batch, tile.heads, k0:k1].to(dtype)
+            fa, fb = fa[..., None], fb[..., None]
+            if careful:
+                wrong = (~v.isfinite()).to(dtype)
+                v = torch.where(wrong > 0, 0.0, v)
+                looks = e if uncounted is None else torch.where(uncounted, e, 1.0)
+                looks = torch.ones_like(e) if uncounted is None and hidden is None else looks
+                if uncounted is None and hidden is not None:
+                    looks = (~hidden).to(dtype).expand_as(e)
+                spoilt = spoilt * fa + _times(looks, wrong)
+            if terms.dropout_p:
+                e = e * _kept(e, terms, tile.number, number)
+            acc = acc * fa + _times(e, v) * fb
+        where = (tile.batch, tile.heads, slice(None), slice(q0, q1))
+        for f in fields(RowState):
+            getattr(total, f.name)[where] = getattr(state, f.name)
+        if out is not None:
+            out[where] = torch.where(spoilt > 0, float("nan"), acc) if careful else acc
+
+    flat = RowState(**{f.name: getattr(total, f.name).flatten(1, 2) for f in fields(RowState)})
+    sinks = None if terms.sinks is None else terms.sinks.to(dtype)[:, None]
+    stats, top, log_mass = finish(flat, sinks, "tiled")
+    if out is not None:
+        out = out.flatten(1, 2) * (-log_mass).exp()[..., None]
+        out = torch.where(stats.nonfinite[..., None], float("nan"), out)
+    return out, stats, top, log_mass
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of the inputs, in the accumulator's dtype; bias and sinks only where asked."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None
+
+
+def backward(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    seen: Visibility,
+    terms: Terms,
+    top: Float[Tensor, "batch heads queries"],
+    log_mass: Float[Tensor, "batch heads queries"],
+    entropy: Float[Tensor, "batch heads queries"],
+    counted: Tensor,
+    out: Float[Tensor, "batch heads queries value_dim"],
+    d_out: Float[Tensor, "batch heads queries value_dim"] | None,
+    d_lse: Float[Tensor, "batch heads queries"] | None,
+    d_entropy: Float[Tensor, "batch heads queries"] | None,
+    bias_gradient: bool,
+) -> Gradients:
+    """Exact gradients from (top, log_mass), with those of lse and entropy folded in.
+
+    dS = p·(dP − δ + dlse − dH·(ln p + H)), δ = ⟨dO, O⟩. `counted` is False for empty rows, whose
+    lse and entropy pass nothing. Source: docs/maths.md#backward.
+    """
+    dtype = _accumulator(query)
+    group, kv_heads = _group(query, key), key.shape[1]
+    d_query = torch.zeros_like(query, dtype=dtype).unflatten(1, (kv_heads, group))
+    d_key, d_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
+    d_bias = None
+    if bias_gradient and seen.bias is not None:
+        d_bias = torch.zeros_like(seen.bias, dtype=dtype)
+
+    d_out = torch.zeros_like(out) if d_out is None else d_out.to(dtype)
+    delta = (d_out * out).sum(-1)
+    zero = torch.zeros_like(delta)
+    d_lse = zero if d_lse is None else torch.where(counted, d_lse.to(dtype), 0.0)
+    d_entropy = zero if d_entropy is None else torch.where(counted, d_entropy.to(dtype), 0.0)
+    # dS = p·(dP − level − dH·ln p)
+    level = delta - d_lse + torch.where(counted, d_entropy * entropy, 0.0)
+    if bool(out.isnan().any()):
+        level = torch.where(out.isnan().any(-1) & ~counted, 0.0, level)
+    base = torch.where(top == float("-inf"), 0.0, top) + log_mass
+    d_sinks = None
+    if terms.sinks is not None:
+        log_p = terms.sinks.to(dtype)[:, None] - base
+        d_sinks = (log_p.exp() * (-level - d_entropy * log_p)).sum((0, 2))
+        if bool((~counted).any()):
+            d_sink_rows = log_p.exp() * (-level - d_entropy * log_p)
+            d_sinks = torch.where(counted, d_sink_rows, 0.0).sum((0, 2))
+    # Only where an input holds NaN or inf must 0·NaN be kept out of the products.
+    careful = not all(bool(x.isfinite().all()) for x in (query, key, value, d_out))
+
+    for tile in _tiles(query, key, seen):
+        q0, q1 = tile.queries
+        q = _rows(query, tile, group, dtype) * terms.scale
+        heads = _query_heads(tile, group)
+        part = seen.part(tile.batch, heads)
+        g = _rows(d_out, tile, group, dtype)
+        row_base, row_level, row_entropy = (
+            x[tile.batch, heads, q0:q1].unflatten(1, (-1, group))[..., None]
+            for x in (base, level, d_entropy)
+        )
+        wrong_rows = (~g.isfinite()).any(-1, keepdim=True) if careful else None
+        q_safe, g_safe = (_safe(q), _safe(g)) if careful else (q, g)
+        where = (tile.batch, tile.heads, slice(None), slice(q0, q1))
+        for number, k0, k1 in _key_blocks(part, q0, q1, key.shape[2], q):
+            at = (tile.batch, tile.heads, slice(k0, k1))
+            k, v = key[at].to(dtype), value[at].to(dtype)
+            _, logits, hidden, _, slope = _scores(
+                q, k, part, (q0, q1, k0, k1), group, terms.softcap
+            )
+            log_p = logits - row_base
+            if hidden is not None:
+                log_p = log_p.masked_fill(hidden, 0.0)
+            p = log_p.exp()
+            if wrong_rows is not None:
+                p = torch.where(wrong_rows, float("nan"), p)
+            if hidden is not None:
+                p = p.masked_fill(hidden, 0.0)
+            d_p = _times(g, v.mT)
+            dropped = p
+            if terms.dropout_p:
+                kept = _kept(p, terms, tile.number, number)
+                dropped, d_p = p * kept, d_p * kept
+            d_value[at] += _fold(dropped).mT @ _fold(g_safe)
+            d_s = p * (d_p - row_level - row_entropy * log_p)
+            if hidden is not None:
+                d_s = d_s.masked_fill(hidden, 0.0)
+            if d_bias is not None:
+                _add_bias(d_bias, d_s, tile, group, (q0, q1, k0, k1))
+            if slope is not None:
+                d_s = d_s * slope
+                if hidden is not None:
+                    d_s = d_s.masked_fill(hidden, 0.0)
+            d_query[where] += _times(d_s, _safe(k) if careful else k)
+            d_key[at] += _fold(d_s).mT @ _fold(q_safe)
+    return Gradients(d_query.flatten(1, 2) * terms.scale, d_key, d_value, d_bias, d_sinks)
+
+
+def _scores(q: Tensor, k: Tensor, seen: Visibility, at: tuple[int, int, int, int], group: int,
+            softcap: float | None):  # fmt: skip
+    """A block's scaled scores, logits, what is hidden, what is uncounted, the soft-cap's slope."""
+    scaled = _times(q, k.mT)
+    logits, slope = scaled, None
+    if softcap is not None:
+        bounded = torch.tanh(scaled / softcap)
+        logits, slope = bounded * softcap, 1 - bounded.square()
+    hidden, bias = seen.block(*at)
+    hidden = None if hidden is None else _grouped(hidden, group)
+    uncounted = None
+    if bias is not None:
+        bias = _grouped(bias, group)
+        low = bias <= seen.floor
+        if bool(low.any()):
+            uncounted = low if hidden is None else low | hidden
+            logits = torch.where(low & ~logits.isfinite(), 0.0, logits)
+        bias = bias.to(q.dtype).clamp(min=torch.finfo(q.dtype).min)
+        logits = logits + bias
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, float("-inf"))
+    return scaled, logits, hidden, uncounted, slope
+
+
+def _tiles(query: Tensor, key: Tensor, seen: Visibility) -> Iterator[_Tile]:
+    """Blocks of batches, kv heads and queries, each with at most BLOCK scores a block of keys."""
+    batch, _, queries, _ = query.shape
+    kv_heads, group = key.shape[1], _group(query, key)
+    if 0 in (batch, kv_heads, group, queries):
+        return
+    keys = min(_keys_at_once(queries), max(key.shape[2], 1))
+    rows = max(BLOCK // keys, 1)
+    heads_at_once = min(kv_heads, max(rows // (group * min(queries, 64)), 1))
+    batch_at_once = min(batch, max(rows // (group * kv_heads * min(queries, 64)), 1))
+    queries_at_once = max(rows // (group * heads_at_once * batch_at_once), 1)
+    number = 0
+    for b in range(0, batch, batch_at_once):
+        for h in range(0, kv_heads, heads_at_once):
+            for q0 in range(0, queries, queries_at_once):
+                q1 = min(q0 + queries_at_once, queries)
+                at = slice(b, b + batch_at_once), slice(h, h + heads_at_once)
+                yield _Tile(*at, (q0, q1), number)
+                number += 1
+
+
+def _keys_at_once(queries: int) -> int:
+    # One query against a long cache is a matrix-vector product: longer blocks, fewer calls.
+    return 512 if queries > 16 else 8192
+
+
+def _key_blocks(seen: Visibility, q0: int, q1: int, keys: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
+    k_begin, k_end = seen.span(q0, q1)
+    step = _keys_at_once(seen.shape[2])
+    for k0 in range(k_begin - k_begin % step, k_end, step):
+        lo, hi = max(k0, k_begin), min(k0 + step, k_end)
+        if lo < hi:
+            yield k0 // step, lo, hi
+
+
+def _kept(like: Tensor, terms: Terms, tile: int, block: int) -> Tensor:
+    """The dropout factors of one block, the same whenever it is asked for: 0 or 1/(1−p)."""
+    generator = torch.Generator(like.device)
+    generator.manual_seed((terms.seed + (tile << 24) + block) & ((1 << 63) - 1))
+    draw = torch.rand(like.shape, generator=generator, device=like.device)
+    return (draw >= terms.dropout_p).to(like.dtype) / (1 - terms.dropout_p)
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _group(query: Tensor, key: Tensor) -> int:
+    return query.shape[1] // max(key.shape[1], 1)
+
+
+def _query_heads(tile: _Tile, group: int) -> slice:
+    return slice(tile.heads.start * group, tile.heads.stop * group)
+
+
+def _rows(x: Tensor, tile: _Tile, group: int, dtype: torch.dtype) -> Tensor:
+    """x's rows of a tile as (batch, kv_heads, group, queries, dim)."""
+    rows = x[tile.batch, _query_heads(tile, group), tile.queries[0] : tile.queries[1]]
+    return rows.to(dtype).unflatten(1, (-1, group))
+
+
+def _grouped(x: Tensor, group: int) -> Tensor:
+    """(b, h, q, k) as (b, kv_heads, group, q, k), whether or not the head axis has length 1."""
+    return x.unsqueeze(2) if x.shape[1] == 1 else x.unflatten(1, (-1, group))
+
+
+def _fold(x: Tensor) -> Tensor:
+    return x.flatten(2, 3)
+
+
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """a (b, h, group, rows, x) times b (b, h, x, y): the group shares b, nothing is repeated."""
+    return (_fold(a) @ b).unflatten(2, a.shape[2:4])
+
+
+def _safe(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x, 0.0)
+
+
+def _add_bias(d_bias: Tensor, d_s: Tensor, tile: _Tile, group: int, at: tuple[int, ...]) -> None:
+    """Add a block's dS to the bias's gradient, summed over the axes that were broadcast."""
+    q0, q1, k0, k1 = at
+    d_s = d_s.flatten(1, 2)
+    b, h, q, k = d_bias.shape
+    for axis, n in enumerate((b, h, q, k)):
+        if n == 1:
+            d_s = d_s.sum(axis, keepdim=True)
+    d_bias[
+        tile.batch if b > 1 else slice(None),
+        _query_heads(tile, group) if h > 1 else slice(None),
+        slice(q0, q1) if q > 1 else slice(None),
+        slice(k0, k1) if k > 1 else slice(None),
+    ] += d_s
