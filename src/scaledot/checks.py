@@ -14,9 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-
-class ScaledotError(Exception):
-    """A model, text or file could not be used. Its message is the one line that a user sees."""
+from scaledot import ScaledotError as ScaledotError
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,7 @@ def problem(
     """
     named = {"query": query, "key": key} | ({"value": value} if value is not None else {})
     for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
+        tensor(name, x)
         if not x.is_floating_point():
             raise TypeError(f"{name} is {_dtype(x)}: attention needs float tensors")
         if x.dim() < 2:
@@ -93,9 +90,7 @@ def problem(
     if dim == 0:
         raise ValueError("d_k is 0: q and k need at least one component")
     if value is not None and value.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"k has {key.shape[-2]} keys, v has {value.shape[-2]}: they must be equal"
-        )
+        raise ValueError(f"k has {key.shape[-2]} keys, v has {value.shape[-2]}: they must be equal")
 
     has_heads = query.dim() > 2
     if not has_heads:
@@ -104,9 +99,7 @@ def problem(
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if value is not None and value.shape[-3] != kv_heads:
         if 1 not in (value.shape[-3], kv_heads):
-            raise ValueError(
-                f"k has {kv_heads} heads, v has {value.shape[-3]}: they must be equal"
-            )
+            raise ValueError(f"k has {kv_heads} heads, v has {value.shape[-3]}: they must be equal")
         kv_heads = max(kv_heads, value.shape[-3])
     if heads == 1 and kv_heads > 1:
         heads = kv_heads
@@ -125,9 +118,7 @@ def problem(
         batch_shape = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
     except RuntimeError:
         shapes = ", ".join(f"{n} {_shape(x)}" for n, x in zip("qkv", tensors, strict=False))
-        raise ValueError(
-            f"batch axes do not fit: {shapes}; each must be equal or 1"
-        ) from None
+        raise ValueError(f"batch axes do not fit: {shapes}; each must be equal or 1") from None
     query = _canonical(query, batch_shape, heads)
     key = _canonical(key, batch_shape, kv_heads)
     value = _canonical(value, batch_shape, kv_heads) if value is not None else None
@@ -135,6 +126,12 @@ def problem(
         query, key, value, _scale(scale, dim), _softcap(softcap), _sinks(sinks, heads, query),
         tuple(batch_shape), has_heads,
     )  # fmt: skip
+
+
+def tensor(name: str, x: object) -> None:
+    """Raise TypeError if x is no tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
 
 
 def _canonical(x: Tensor, batch_shape: torch.Size, heads: int) -> Tensor:
@@ -164,7 +161,11 @@ def _softcap(softcap: float | None) -> float | None:
 
 
 def _number(name: str, value: object) -> float:
+    if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
+        raise TypeError(f"{name} requires grad, and its gradient would be lost: pass a number")
     try:
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}") from None
@@ -233,9 +234,7 @@ def causal(is_causal: bool | str | None, queries: int, keys: int) -> str | None:
             'is_causal="top_left" (query i sees keys 0…i, as PyTorch) or "bottom_right" '
             "(the last query sees every key, as FlashAttention and every KV cache)"
         )
-    raise ValueError(
-        f'is_causal is {is_causal!r}: pass True, False, "top_left" or "bottom_right"'
-    )
+    raise ValueError(f'is_causal is {is_causal!r}: pass True, False, "top_left" or "bottom_right"')
 
 
 def alignment(queries: int, keys: int, what: str) -> None:
@@ -247,17 +246,21 @@ def alignment(queries: int, keys: int, what: str) -> None:
         )
 
 
-def dense_mask(mask: Tensor, query_dim: int, batch: int, heads: int) -> None:
-    """Check a tensor mask's dtype and that its axes have one reading."""
+def mask_dtype(mask: Tensor, name: str) -> None:
+    """Check that a tensor mask is one, boolean or additive. Raises TypeError."""
     if not isinstance(mask, Tensor):
         raise TypeError(
-            f"attn_mask must be a bool or float tensor or scaledot.Mask, got {type(mask).__name__}"
+            f"{name} must be a bool or float tensor or scaledot.Mask, got {type(mask).__name__}"
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
-            f"attn_mask is {_dtype(mask)}: pass bool (True means \"may attend\") "
+            f'{name} is {_dtype(mask)}: pass bool (True means "may attend") '
             "or float (added to the scores)"
         )
+
+
+def mask_axes(mask: Tensor, query_dim: int, batch: int, heads: int) -> None:
+    """Check that a tensor mask's axes have one reading. Raises ValueError where they have two."""
     if mask.dim() == 3 and query_dim == 4 and batch == heads > 1 and mask.shape[0] == batch:
         raise ValueError(
             f"attn_mask {_shape(mask)} with {batch} batches and {heads} heads has two meanings: "
@@ -265,12 +268,30 @@ def dense_mask(mask: Tensor, query_dim: int, batch: int, heads: int) -> None:
         )
 
 
+def mask_values(allowed: Tensor | None, bias: Tensor | None) -> None:
+    """Check that a mask's values say what they seem to mean. Raises ValueError.
+
+    It reads every value, so only what shows all n×n calls it.
+    """
+    if bias is not None and bias.any() and ((bias == 0) | (bias == 1)).all():
+        raise ValueError(
+            "mask is float and holds only 0 and 1, like a boolean mask: pass mask.bool()"
+        )
+    if allowed is not None and allowed.shape[-2] == allowed.shape[-1] > 1:
+        if allowed.any() and not allowed.tril().any():
+            raise ValueError(
+                "mask shows every query later keys only, like a causal mask inverted: "
+                'True means "may attend", pass ~mask'
+            )
+
+
 def mask_shape(mask: Tensor, expected: tuple[int, ...]) -> ValueError:
     """The error for a tensor mask that does not broadcast."""
-    want = ", ".join(map(str, expected))
+    names = ("batch", "heads", "queries", "keys")[-len(expected) :]
+    if len(expected) > 4:
+        names = ("…", *names)
     return ValueError(
-        f"attn_mask has shape {_shape(mask)}: expected ({want}) or axes of 1 "
-        "(batch, heads, queries, keys)"
+        f"attn_mask has shape {_shape(mask)}: expected {expected} or axes of 1 ({', '.join(names)})"
     )
 
 

@@ -15,13 +15,32 @@ from scaledot.rows import RowStats
 
 KERNELS = ("tiled",)
 
-ABSOLUTE_BOUND = 4
-"""A fast path's error is at most 2 × that of `trace` in the same dtype + 4 × eps(output dtype) ×
-the largest reference value, the reference being `trace` on float64 copies."""
+ERROR_FACTOR, ERROR_ULPS = 2, 4
+"""A fast path's error is at most 2 × that of `trace` in the same dtype + 4 × eps × the largest
+reference value, the reference being `trace` on float64 copies."""
 
-MARGIN_BOUND = 1e-5
-"""Relative error of top_margin's and jacobian_trace's mass ratio, while no logit exceeds 32 in
-size; beyond, it grows in proportion, as a logit's own rounding does."""
+MASS_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
+"""Relative error of a ratio of weights, while logits are sums of terms that stay below 32 in size;
+beyond, it grows in proportion, as the rounding of a logit does. 1e-5 is 84 roundings of a weight,
+2.6 of a logit of 32."""
+
+
+def error_bound(reference: Tensor, plain: Tensor) -> float:
+    """Largest error allowed of a fast path in float32 or less: `ERROR_FACTOR`, `ERROR_ULPS`.
+
+    reference is from `trace` on float64 copies, plain from `trace` in the dtype of the result.
+    """
+    there = reference.isfinite() & plain.isfinite()
+    plain_error = (plain - reference)[there].abs().amax() if there.any() else 0.0
+    largest = reference[reference.isfinite()].abs().amax() if reference.isfinite().any() else 0.0
+    eps = torch.finfo(plain.dtype).eps
+    return float(ERROR_FACTOR * plain_error + ERROR_ULPS * eps * largest)
+
+
+def mass_bound(dtype: torch.dtype, size: float) -> float:
+    """Relative error allowed of a ratio of weights: of jacobian_trace, of exp(−top_margin), and in
+    float64 of everything. size bounds the terms of a logit: scale·‖q‖·‖k‖ + |bias|."""
+    return MASS_ERROR[dtype] * max(1.0, size / 32)
 
 
 @overload
@@ -76,7 +95,7 @@ def attention(
     flow to query, key, value, a float mask, sinks, and from `rows.lse` and `rows.entropy`; double
     backward raises. Statistics change nothing: the output is the same with and without.
 
-    Error: `ABSOLUTE_BOUND` (tests/test_tiled.py).
+    Error: `error_bound`, `mass_bound` (tests/test_tiled.py).
     Raises: ValueError or TypeError that names the argument, what came and what to pass.
     Source: Vaswani et al. 2017, section 3.2.1; docs/maths.md.
 
@@ -86,6 +105,7 @@ def attention(
     (torch.Size([2, 4, 8, 16]), torch.Size([2, 4, 8]))
     """
     query, key, value = _autocast(query, key, value)
+    checks.tensor("value", value)
     p = checks.problem(
         query, key, value, scale=scale, enable_gqa=enable_gqa, softcap=softcap, sinks=sinks
     )
@@ -95,7 +115,7 @@ def attention(
     seed = int(torch.randint(1 << 62, ())) if dropout_p else 0
     terms = tiled.Terms(p.scale, p.softcap, p.sinks, dropout_p, seed)
     bias = seen.bias
-    assert p.value is not None
+    assert p.value is not None  # checked above
     tracked = (p.query, p.key, p.value, bias, p.sinks)
     with torch.autocast(p.query.device.type, enabled=False):
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tracked):
@@ -103,6 +123,7 @@ def attention(
             rows = RowStats(**dict(zip(_FIELDS, rest, strict=True)), kernel="tiled")
         else:
             out, rows, _, _ = tiled.forward(p.query, p.key, p.value, seen, terms)
+            assert out is not None  # there was a value
             out = out.to(p.query.dtype)
     if not return_stats:
         return p.restore(out)
@@ -136,8 +157,11 @@ class _Attention(torch.autograd.Function):
         return out.to(query.dtype, copy=True), *stats
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, *d_stats: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                once = _Attention.backward(ctx, d_out, *d_stats)
+            return _Once.apply(*(g if g is None else g.requires_grad_() for g in once))
         query, key, value, bias, sinks, top, log_mass, entropy, visible, out = ctx.saved_tensors
         by_name = dict(zip(_FIELDS, d_stats, strict=True))
         with torch.autocast(query.device.type, enabled=False):
@@ -154,6 +178,18 @@ class _Attention(torch.autograd.Function):
             None, None, like(grads.query, query), like(grads.key, key), like(grads.value, value),
             like(grads.bias, bias), like(grads.sinks, sinks),
         )  # fmt: skip
+
+
+class _Once(torch.autograd.Function):
+    """Gradients whose own gradient is an error, where it would be 0 without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ARG004
+        return tuple(g if g is None else g.clone() for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # noqa: ARG004
+        raise RuntimeError("attention cannot be differentiated twice")
 
 
 def _pick(kernel: str) -> str:
