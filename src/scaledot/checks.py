@@ -30,7 +30,7 @@ class Problem:
     value: Float[Tensor, "batch kv_heads keys value_dim"] | None
     scale: float
     softcap: float | None
-    sinks: Float[Tensor, "heads"] | None
+    sinks: Float[Tensor, " heads"] | None
     batch_shape: tuple[int, ...]
     has_heads: bool
 
@@ -277,12 +277,14 @@ def mask_values(allowed: Tensor | None, bias: Tensor | None) -> None:
         raise ValueError(
             "mask is float and holds only 0 and 1, like a boolean mask: pass mask.bool()"
         )
-    if allowed is not None and allowed.shape[-2] == allowed.shape[-1] > 1:
-        if allowed.any() and not allowed.tril().any():
-            raise ValueError(
-                "mask shows every query later keys only, like a causal mask inverted: "
-                'True means "may attend", pass ~mask'
-            )
+    if allowed is None or not allowed.shape[-2] == allowed.shape[-1] > 1:
+        return
+    # Each query but the last sees something, none sees itself or an earlier key.
+    if allowed[..., :-1, :].any(-1).all() and not allowed.tril().any():
+        raise ValueError(
+            "mask shows every query later keys only, like a causal mask inverted: "
+            'True means "may attend", pass ~mask'
+        )
 
 
 def mask_shape(mask: Tensor, expected: tuple[int, ...]) -> ValueError:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from scaledot.heads import SATURATED, HeadStats
-from scaledot.numbers import counted, number, ranges, share, weight, whole
+from scaledot.numerals import counted, number, ranges, share, weight, whole
 from scaledot.scales import Configured, Rule, rule
 
 UNIT = (0.5, 2.0)

@@ -104,7 +104,7 @@ def attention(
     >>> out.shape, rows.entropy.shape
     (torch.Size([2, 4, 8, 16]), torch.Size([2, 4, 8]))
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast_inputs(query, key, value)
     checks.tensor("value", value)
     p = checks.problem(
         query, key, value, scale=scale, enable_gqa=enable_gqa, softcap=softcap, sinks=sinks
@@ -201,7 +201,7 @@ def _pick(kernel: str) -> str:
     return kernel
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, the inputs in its dtype, as `F.scaled_dot_product_attention` does."""
     first = tensors[0]
     if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):

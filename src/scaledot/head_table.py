@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from scaledot.numbers import count, counted, exact, fraction, number, share, weight, whole
+from scaledot.numerals import count, counted, exact, fraction, number, share, weight, whole
 from scaledot.screen import WIDE, Page, Part, point, wrap
 
 Doc = Mapping[str, Any]

@@ -78,11 +78,11 @@ The edges of top_margin include every value of SATURATED. A measure not named he
 class Measure:
     """Sums of one measure over rows, for each head; mean is 0 and extremes ±inf for no rows."""
 
-    count: Int[Tensor, "heads"]
-    mean: Float[Tensor, "heads"]
-    m2: Float[Tensor, "heads"]
-    minimum: Float[Tensor, "heads"]
-    maximum: Float[Tensor, "heads"]
+    count: Int[Tensor, " heads"]
+    mean: Float[Tensor, " heads"]
+    m2: Float[Tensor, " heads"]
+    minimum: Float[Tensor, " heads"]
+    maximum: Float[Tensor, " heads"]
     histogram: Int[Tensor, "heads bins"]
 
     @staticmethod
@@ -107,12 +107,12 @@ class Measure:
         return Measure(count, mean, m2, low, high, histogram)
 
     @property
-    def var(self) -> Float[Tensor, "heads"]:
+    def var(self) -> Float[Tensor, " heads"]:
         """Population variance over rows, NaN for no rows."""
         return torch.where(self.count > 0, self.m2 / self.count.clamp(min=1), math.nan)
 
     @property
-    def average(self) -> Float[Tensor, "heads"]:
+    def average(self) -> Float[Tensor, " heads"]:
         """Mean over rows, NaN for no rows."""
         return torch.where(self.count > 0, self.mean, math.nan)
 
@@ -124,10 +124,10 @@ class Pairs:
     within is Σ nᵢ·varᵢ, what softmax sees; between is Σ nᵢ·(meanᵢ − mean)², which it cannot.
     """
 
-    count: Int[Tensor, "heads"]
-    mean: Float[Tensor, "heads"]
-    within: Float[Tensor, "heads"]
-    between: Float[Tensor, "heads"]
+    count: Int[Tensor, " heads"]
+    mean: Float[Tensor, " heads"]
+    within: Float[Tensor, " heads"]
+    between: Float[Tensor, " heads"]
 
     @staticmethod
     def of(
@@ -144,17 +144,17 @@ class Pairs:
         return Pairs(count, grand, (weight * var).sum(1), between)
 
     @property
-    def var(self) -> Float[Tensor, "heads"]:
+    def var(self) -> Float[Tensor, " heads"]:
         """Population variance over all pairs, NaN for none."""
         return self._per_pair(self.within + self.between)
 
     @property
-    def var_within(self) -> Float[Tensor, "heads"]:
+    def var_within(self) -> Float[Tensor, " heads"]:
         """Its part within rows, each row weighted by the keys it sees."""
         return self._per_pair(self.within)
 
     @property
-    def row_shift(self) -> Float[Tensor, "heads"]:
+    def row_shift(self) -> Float[Tensor, " heads"]:
         """Its part between rows, which softmax cannot see."""
         return self._per_pair(self.between)
 
@@ -176,7 +176,7 @@ class HeadStats:
     kv_heads: int
     d_k: int
     scale: tuple[float, float]
-    counts: Mapping[str, Int[Tensor, "heads"]]
+    counts: Mapping[str, Int[Tensor, " heads"]]
     scaled: Pairs
     raw: Pairs
     measures: Mapping[str, Measure]
@@ -211,15 +211,11 @@ class HeadStats:
         """
         batch, heads, queries = rows.visible.shape
 
-        def by_head(x: Tensor) -> Tensor:
-            # On the CPU first: not every device has float64.
-            return x.detach().transpose(0, 1).reshape(x.shape[1], -1).cpu().to(_double(x))
-
         padding = torch.zeros(batch, queries, dtype=torch.bool, device=rows.visible.device)
         padding = padding if real is None else ~real
-        padded = by_head(padding[:, None].expand(batch, heads, queries).to(torch.int32)) > 0
-        visible = by_head(rows.visible)
-        bad = (by_head(rows.nonfinite.to(torch.int32)) > 0) & ~padded
+        padded = _by_head(padding[:, None].expand(batch, heads, queries).to(torch.int32)) > 0
+        visible = _by_head(rows.visible)
+        bad = (_by_head(rows.nonfinite.to(torch.int32)) > 0) & ~padded
         empty, single = (visible == 0) & ~padded, (visible == 1) & ~padded & ~bad
         out = padded | bad | empty
         counts = {
@@ -230,7 +226,7 @@ class HeadStats:
             "single": single.sum(1),
         }
         named = {
-            name: by_head(getattr(rows, name))
+            name: _by_head(getattr(rows, name))
             for name in ("visible", "score_mean", "score_var", "max_score", "lse", "entropy",
                          "top_margin", "collision", "jacobian_trace", "sink_mass")
             if getattr(rows, name) is not None
@@ -238,15 +234,15 @@ class HeadStats:
         # The sink is an outcome too, and entropy counts it.
         outcomes = visible.clamp(min=1).to(torch.float64) + (rows.sink_mass is not None)
         named["normalised_entropy"] = named["entropy"] / outcomes.log()
-        named |= {name: by_head(x) for name, x in (extra or {}).items()}
+        named |= {name: _by_head(x) for name, x in (extra or {}).items()}
         measures = {}
         for name, x in named.items():
             skip = out | single if name in TWO_KEYS else out
             measures[name] = Measure.of(name, x.to(torch.float64).masked_fill(skip, math.nan))
         if key_norm is not None:
-            measures["key_norm"] = Measure.of("key_norm", by_head(key_norm))
+            measures["key_norm"] = Measure.of("key_norm", _by_head(key_norm))
         counted = visible.masked_fill(out, 0).to(torch.int64)
-        mean, var = named["score_mean"].to(torch.float64), named["score_var"].to(torch.float64)
+        mean, var = named["score_mean"], named["score_var"]
         factor = 1 / scale if scale else math.nan
         return HeadStats(
             kv_heads,
@@ -258,7 +254,7 @@ class HeadStats:
             measures,
         )
 
-    def share_at_least(self, name: str, edge: float) -> Float[Tensor, "heads"]:
+    def share_at_least(self, name: str, edge: float) -> Float[Tensor, " heads"]:
         """Share of a measure's rows at or above one of its edges, exactly; NaN for no rows.
 
         Raises: ValueError if `edge` is not one of `EDGES[name]`.
@@ -273,7 +269,7 @@ class HeadStats:
 
     def quantile(
         self, name: str, q: float
-    ) -> tuple[Float[Tensor, "heads"], Float[Tensor, "heads"]]:
+    ) -> tuple[Float[Tensor, " heads"], Float[Tensor, " heads"]]:
         """(estimate, half-width): a measure's quantile over rows, from its histogram.
 
         The true quantile lies within estimate ± half-width, half the bin it falls in, cut to the
@@ -292,14 +288,16 @@ class HeadStats:
         return torch.where(there, middle, math.nan), torch.where(there, half, math.nan)
 
     @property
-    def score_bound(self) -> Float[Tensor, "heads"]:
+    def score_bound(self) -> Float[Tensor, " heads"]:
         """max‖q‖·max‖k‖: no raw score ⟨q,k⟩ of either sign, masked or not, is larger in size."""
         q, k = self.measures["query_norm"].maximum, self.measures["key_norm"].maximum
         return q * k.repeat_interleave(len(q) // len(k))
 
 
-def _double(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.is_floating_point() else x.dtype
+def _by_head(x: Tensor) -> Tensor:
+    """(batch, heads, rows) as (heads, batch · rows), in float64 if it is of floats."""
+    x = x.detach().transpose(0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2]).cpu()
+    return x.double() if x.is_floating_point() else x
 
 
 def merge(a: HeadStats, b: HeadStats) -> HeadStats:

@@ -49,7 +49,7 @@ class Mask:
 
     causal: Alignment | None = None
     window: int | tuple[int, int] | None = None
-    lengths: Int[Tensor, "batch"] | Sequence[int] | None = None
+    lengths: Int[Tensor, " batch"] | Sequence[int] | None = None
     keys: Bool[Tensor, "batch keys"] | None = None
     segments: Tensor | tuple[Tensor, Tensor] | None = None
     dense: Tensor | None = None

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from scaledot.numbers import count
+from scaledot.numerals import count
 from scaledot.tokens import safe
 
 Part = str | tuple[str, str]  # text, or text and its style

@@ -49,7 +49,7 @@ class Trace:
     visible: Bool[Tensor, "*batch queries keys"]
     scale: float
     softcap: float | None
-    sinks: Float[Tensor, "heads"] | None
+    sinks: Float[Tensor, " heads"] | None
     tokens: tuple[str, ...] | None = None
 
     def label(self, tokens: Iterable[str]) -> Trace:

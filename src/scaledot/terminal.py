@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from scaledot.head_table import STATISTICS, head_label, print_statistics, print_table
-from scaledot.numbers import count, counted, fraction, number, ranges, seconds, size
+from scaledot.numerals import count, counted, fraction, number, ranges, seconds, size
 from scaledot.screen import Page, Part, console, pad, point, printed, progress, wrap, wrap_command
 from scaledot.trace_table import print_trace, trace_html, trace_text
 

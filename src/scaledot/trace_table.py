@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from scaledot.numbers import count, counted, exact, number, ranges, weight
+from scaledot.numerals import count, counted, exact, number, ranges, weight
 from scaledot.screen import WIDE, Page, Part, cut, pad, point, printed, wrap
 from scaledot.tokens import safe
 

@@ -35,7 +35,7 @@ class Terms:
 
     scale: float
     softcap: float | None
-    sinks: Float[Tensor, "heads"] | None
+    sinks: Float[Tensor, " heads"] | None
     dropout_p: float
     seed: int
 
