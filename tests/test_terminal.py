@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from scaledot import head_table, numbers, screen, terminal
+from scaledot import head_table, numerals, screen, terminal
 from scaledot.screen import Page, Screen
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -502,11 +502,11 @@ def test_labels_are_cut_by_cells_and_keep_their_part() -> None:
 def test_numbers_from_0_to_1(
     x: float | None, number: str, whole: str, fraction: str, weight: str, share: str
 ) -> None:
-    assert numbers.number(x) == number
-    assert numbers.whole(x) == whole
-    assert numbers.fraction(x) == fraction
-    assert numbers.weight(x) == weight
-    assert numbers.share(x) == share
+    assert numerals.number(x) == number
+    assert numerals.whole(x) == whole
+    assert numerals.fraction(x) == fraction
+    assert numerals.weight(x) == weight
+    assert numerals.share(x) == share
 
 
 @pytest.mark.parametrize(
@@ -531,13 +531,13 @@ def test_numbers_from_0_to_1(
     ],
 )
 def test_numbers_of_any_size(x: float, number: str, whole: str) -> None:
-    assert numbers.number(x) == number
-    assert numbers.whole(x) == whole
+    assert numerals.number(x) == number
+    assert numerals.whole(x) == whole
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_numbers_fit_and_say_zero_only_for_zero(x: float) -> None:
-    text = numbers.number(x)
+    text = numerals.number(x)
     assert len(text) <= 9
     assert "-" not in text
     assert (text in ("0", "−0")) == (x == 0)
@@ -545,22 +545,22 @@ def test_numbers_fit_and_say_zero_only_for_zero(x: float) -> None:
 
 
 def test_points_are_aligned() -> None:
-    column = [screen.point(numbers.number(x), 8) for x in (1.0, 42.9, 101, 0.0001, None, 123_456)]
+    column = [screen.point(numerals.number(x), 8) for x in (1.0, 42.9, 101, 0.0001, None, 123_456)]
     assert column == ["    1.00", "   42.9 ", "  101   ", "      ≈0", "    –   ", " 123,456"]
 
 
 def test_other_words_for_numbers() -> None:
-    assert [numbers.exact(x) for x in (15.0, 6.0459, None, 1)] == ["15", "6.05", "–", "1"]
-    assert [numbers.seconds(x) for x in (0.01, 0.123, 12.3, 75)] == [
+    assert [numerals.exact(x) for x in (15.0, 6.0459, None, 1)] == ["15", "6.05", "–", "1"]
+    assert [numerals.seconds(x) for x in (0.01, 0.123, 12.3, 75)] == [
         "0.1 s",
         "0.1 s",
         "12 s",
         "1 min 15 s",
     ]
-    assert [numbers.size(n) for n in (512, 38_123, 1_234_567)] == ["512 B", "38 kB", "1.2 MB"]
-    assert numbers.ranges([0, 1, 2, 3, 7, 9, 10]) == "0–3, 7, 9–10"
-    assert numbers.counted(1, "text") == "1 text"
-    assert numbers.counted(12_288, "token") == "12,288 tokens"
+    assert [numerals.size(n) for n in (512, 38_123, 1_234_567)] == ["512 B", "38 kB", "1.2 MB"]
+    assert numerals.ranges([0, 1, 2, 3, 7, 9, 10]) == "0–3, 7, 9–10"
+    assert numerals.counted(1, "text") == "1 text"
+    assert numerals.counted(12_288, "token") == "12,288 tokens"
 
 
 # Text
