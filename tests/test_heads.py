@@ -258,6 +258,15 @@ def test_the_true_quantile_lies_within_the_stated_half_width(name, q):
     assert (half <= width / 2 * (1 + 1e-9))[inside].all()
 
 
+def test_a_quantile_at_a_whole_number_of_rows_is_that_rows():
+    """0.07 · 100 is 7.000000000000001 in floating point, and the seventh row is meant."""
+    values = torch.arange(100, dtype=torch.float64)[None] / 16 + 1 / 32
+    stats = HeadStats.identity(1, 1, 7)
+    stats.measures["entropy"] = Measure.of("entropy", values)
+    middle, half = stats.quantile("entropy", 0.07)
+    assert abs(values[0, 6] - middle) <= half
+
+
 def test_quantiles_of_more_rows_than_float32_can_count():
     count = (1 << 24) + 1
     histogram = torch.zeros(1, len(EDGES["entropy"]) + 1, dtype=torch.int64)

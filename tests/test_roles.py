@@ -53,6 +53,8 @@ def test_chance_is_what_equal_weights_give(n):
     for name in ("first", "previous", "current"):
         assert mean(causal[f"chance.{name}"]).tolist() == pytest.approx([closed] * 3)
         assert mean(full[f"chance.{name}"]).tolist() == pytest.approx([1 / n] * 3)
+    assert full["first"][..., 0].isnan().all()  # the first key's own row is no sign of a sink
+    assert not full["first"][..., 1:].isnan().any()
     assert causal["next"].isnan().all()
     assert causal["chance.next"].isnan().all()
     for found in (causal, full):

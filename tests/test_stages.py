@@ -141,8 +141,9 @@ def test_axes_of_one_broadcast():
     for broadcast in ((q[:1], k, v), (q, k[:1], v[:1]), (q[:, :1], k, v), (q, k[:, :1], v[:, :1])):
         full = [x.expand(2, 3, -1, -1) for x in broadcast]
         torch.testing.assert_close(trace(*broadcast).output, trace(*full).output)
-    one_v = trace(q, k, v[:, :1]).output
-    torch.testing.assert_close(one_v, trace(q, k, v[:, :1].expand(2, 3, -1, -1)).output)
+    for one_head in ((q, k, v[:, :1]), (q, k[:, :1], v), (q[:, :1], k[:, :1], v)):
+        full = [x.expand(2, 3, -1, -1) for x in one_head]
+        torch.testing.assert_close(trace(*one_head).output, trace(*full).output)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

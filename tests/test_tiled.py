@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle import LOWEST, MASKS, assert_as_trace, double, inputs, masks
+from scaledot import checks
 from scaledot.dispatch import attention, mass_bound
 from scaledot.kernels import tiled
-from scaledot.masks import Mask
+from scaledot.masks import Mask, resolve
 from scaledot.stages import trace
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -482,10 +483,17 @@ def test_dropout_keeps_the_stated_share_of_the_true_weights(monkeypatch):
     assert abs(agree - 0.58) < 4 * math.sqrt(0.58 * 0.42 / first.numel())
 
 
-def test_no_two_blocks_share_a_seed():
-    """The CPU generator reads 32 bits of its seed: a block's number must live in them."""
-    like = torch.zeros(7, 11)
+@pytest.mark.usefixtures("small_blocks")
+def test_no_two_blocks_share_a_draw():
+    """Every block has a number of its own, and the number reaches the generator's seed, of which
+    the CPU reads 32 bits."""
+    q, k, _ = inputs(keys=17)
+    seen = resolve(checks.problem(q, k, None, enable_gqa=True), is_causal="bottom_right")
+    numbers = [n for tile in tiled._tiles(q, k) for n, *_ in tiled._key_blocks(seen, tile)]
+    assert len(numbers) > 12
+    assert len(set(numbers)) == len(numbers)
     terms = tiled.Terms(1.0, None, None, 0.5, seed=(1 << 61) + 3)
+    like = torch.zeros(7, 11)
     draws = {tuple(tiled._kept(like, terms, n).flatten().tolist()) for n in range(1000)}
     assert len(draws) == 1000
 
