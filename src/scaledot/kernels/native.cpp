@@ -486,23 +486,32 @@ void to_columns(const Array& x, int64_t b, int64_t h, int64_t first, int64_t cou
   }
 }
 
-// The reverse: columns from[x][lane], lane by lane times factor[lane], as `count` rows.
-void to_rows(const float* from, int lanes, int64_t count, int64_t dim, const float* factor,
+// The reverse: columns from[x][lane], lane by lane times factor[lane], as `count` rows. True if a
+// result is not finite where its factor is.
+bool to_rows(const float* from, int lanes, int64_t count, int64_t dim, const float* factor,
              float* to, int64_t stride) {
+  I found{};
   for (int lane0 = 0; lane0 < lanes && lane0 < count; lane0 += W) {
     int n = (int)std::min<int64_t>(W, count - lane0);
-    F f = load(factor + lane0);
+    F f = load(factor + lane0), poison = F{};
     int64_t c = 0;
     for (; c + W <= dim; c += W) {
       F block[W];
-      for (int i = 0; i < W; i++) block[i] = load(from + (c + i) * lanes + lane0) * f;
+      for (int i = 0; i < W; i++) {
+        block[i] = load(from + (c + i) * lanes + lane0) * f;
+        poison += block[i] - block[i];
+      }
       transpose(block);
       for (int i = 0; i < n; i++) store(to + (lane0 + i) * stride + c, block[i]);
     }
-    for (; c < dim; c++)
-      for (int i = 0; i < n; i++)
-        to[(lane0 + i) * stride + c] = from[c * lanes + lane0 + i] * factor[lane0 + i];
+    for (; c < dim; c++) {
+      F column = load(from + c * lanes + lane0) * f;
+      poison += column - column;
+      for (int i = 0; i < n; i++) to[(lane0 + i) * stride + c] = column[i];
+    }
+    found |= ~(poison == F{}) & isfinite(f);
   }
+  return any(found);
 }
 
 // --------------------------------------------------------------------------- strips, blocks, masks
@@ -759,20 +768,22 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
     F weight = g.count[v] / larger(both, splat(1.0f));
     F gap = here - mean;
     if (STATS) {
-      F m2{};
       const float* raw = w.raw + v * W;
+      F m2{}, odd{};
+      int64_t j = 0;
       if (all_plain) {
-        for (int64_t j = 0; j < n; j++) {
-          F d = load(raw + j * width) - here;
+        for (; j + 1 < n; j += 2) {   // two sums: one would wait for itself
+          F d = load(raw + j * width) - here, e = load(raw + (j + 1) * width) - here;
           m2 += d * d;
-        }
-      } else {
-        for (int64_t j = 0; j < n; j++) {
-          F x = load(raw + j * width);
-          F d = where(x != splat(-INF), x - here);
-          m2 += d * d;
+          odd += e * e;
         }
       }
+      for (; j < n; j++) {
+        F x = load(raw + j * width);
+        F d = where(x != splat(-INF), x - here);
+        m2 += d * d;
+      }
+      m2 += odd;
       store(state.m2 + v * W, load(state.m2 + v * W) + m2 + gap * gap * (count * weight));
       store(state.peak + v * W, larger(g.peak[v], load(state.peak + v * W)));
     }
@@ -807,10 +818,12 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
       store(o, load(o) * f);
     }
     // The new top key, the first of equals. Its e is left out of the sums, then set to 1.
-    I index{};
+    I index{}, position = splat((int32_t)n);
+#pragma GCC unroll 4
     for (int64_t j = n - 1; j >= 0; j--) {
+      position -= 1;
       I same = load(w.logits + j * width + v * W) == g.top[v];
-      index = same ? splat((int32_t)j) : index;
+      index = same ? position : index;
     }
     store(state.key + v * W, grew ? index + splat((int32_t)c.a) : key);
     store(state.top + v * W, where(grew, g.top[v], top));
@@ -946,9 +959,10 @@ Plan plan_for(const Problem& p) {
     return x.dtype == FLOAT32 && x.stride[3] == 1 && x.stride[2] <= dim;
   };
   bool readable = in_place(p.key, p.dim) && (!p.out || in_place(p.value, p.value_dim));
-  plan.copy = !readable || std::max(p.dim, p.value_dim) > 96 || p.queries <= 2 * R;
-  plan.keys = std::max(p.dim, p.value_dim) <= 128 ? 128 : 64;
-  int64_t strips = p.queries <= 256 && !plan.copy ? 2 : plan.copy ? 8 : 4;
+  const int64_t widest = std::max(p.dim, p.value_dim);
+  plan.copy = !readable || widest > 128 || p.queries <= 2 * R;
+  plan.keys = widest <= 128 ? 128 : 64;
+  int64_t strips = p.queries <= 256 && !plan.copy ? 2 : plan.copy || widest > 64 ? 8 : 4;
   static const char* tune = std::getenv("SCALEDOT_TUNE");
   if (tune) {
     int s, k, c;
@@ -1008,9 +1022,10 @@ bool fetch(const Problem& p, const Plan& plan, const Workspace& w, int64_t b, in
   return true;
 }
 
-// Rows first … first+count−1 of head h: all keys.
+// Rows first … first+count−1 of head h: all keys. True if some output that no score spoils is not
+// finite: V holds NaN or inf, which must matter to rows that attend to it only, so look carefully.
 template <bool STATS>
-void forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int64_t first,
+bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int64_t first,
                   int64_t count, bool careful, Strip* strips, const Workspace& w) {
   const int64_t kv = h / (p.heads / p.kv_heads);
   const int64_t n = (count + R - 1) / R;
@@ -1031,31 +1046,20 @@ void forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
     if (!fetch(p, plan, w, b, kv, k0, std::min(k0 + plan.keys, end), careful, block)) continue;
     for (int64_t i = 0; i < n; i++) forward_block<STATS>(p, strips[i], block, w.buffers);
   }
+  bool suspicious = false;
   for (int64_t i = 0; i < n; i++) {
     Strip& s = strips[i];
     const int64_t row = (b * p.heads + h) * p.queries + s.first;
     float inverse[R];
     finish<STATS>(p, s.state, h, row, s.count, inverse);
     if (!p.out) continue;
-    to_rows(s.ot, s.nv * W, s.count, p.value_dim, inverse, p.out + row * p.value_dim, p.value_dim);
+    suspicious |= to_rows(s.ot, s.nv * W, s.count, p.value_dim, inverse, p.out + row * p.value_dim,
+                          p.value_dim);
     for (int64_t j = 0; j < s.count; j++)   // a row without keys is 0 whatever V holds
       if (s.state.key[j] < 0 && inverse[j] == 0)
         std::memset(p.out + (row + j) * p.value_dim, 0, p.value_dim * 4);
   }
-}
-
-// True if some output that no score spoils is not finite: V holds NaN or inf, which matters only to
-// rows that attend to it.
-bool suspicious(const Problem& p, const Strip& s) {
-  const int64_t row = (p.heads * s.batch + s.head) * p.queries + s.first;
-  for (int64_t j = 0; j < s.count; j++) {
-    if (p.nonfinite[row + j]) continue;
-    const float* o = p.out + (row + j) * p.value_dim;
-    float sum = 0;
-    for (int64_t x = 0; x < p.value_dim; x++) sum += o[x] - o[x];
-    if (!(sum == 0)) return true;
-  }
-  return false;
+  return suspicious;
 }
 
 Workspace workspace(const Problem& p, const Plan& plan, int64_t strip_count, Strip*& strips) {
@@ -1090,13 +1094,8 @@ void forward(const Problem& p) {
     const int64_t first = piece * plan.rows, count = std::min(plan.rows, p.queries - first);
     Strip* strips;
     Workspace w = workspace(p, plan, (count + R - 1) / R, strips);
-    forward_rows<STATS>(p, plan, b, h, first, count, false, strips, w);
-    if (!p.out) return;
-    for (int64_t i = 0; i < (count + R - 1) / R; i++)
-      if (suspicious(p, strips[i])) {
-        forward_rows<STATS>(p, plan, b, h, first, count, true, strips, w);
-        return;
-      }
+    if (forward_rows<STATS>(p, plan, b, h, first, count, false, strips, w))
+      forward_rows<STATS>(p, plan, b, h, first, count, true, strips, w);
   });
 }
 
