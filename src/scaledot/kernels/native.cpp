@@ -277,7 +277,6 @@ struct Problem {
   float *d_query, *d_key, *d_value;                          // contiguous, zeroed
   float* d_bias;                                             // with these strides, zeroed, or null
   int64_t d_bias_stride[4];
-  int64_t careful;                                           // an input holds NaN or inf
 };
 
 enum Field {
@@ -443,6 +442,21 @@ INLINE void product(const float* a, int64_t lda, int64_t rows, const float* b, i
   });
 }
 
+// C[j] += Σ_x A[j][x]·B[x].
+template <int NV>
+INLINE void add_product(const float* a, int64_t lda, int64_t rows, const float* b, int64_t width,
+                        int64_t n, float* c, int64_t ldc) {
+  in_tiles<NV>(rows, [&](auto t, int64_t j) {
+    constexpr int T = decltype(t)::value;
+    F sum[T][NV];
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < NV; v++) sum[i][v] = load(c + (j + i) * ldc + v * W);
+    multiply<T, NV>(sum, a + j * lda, lda, 1, b, width, n);
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < NV; v++) store(c + (j + i) * ldc + v * W, sum[i][v]);
+  });
+}
+
 // C[j] += Σ_x A[x][j]·B[x]: the columns of A.
 template <int NV>
 INLINE void add_transposed(const float* a, int64_t lda, int64_t columns, const float* b,
@@ -456,6 +470,13 @@ INLINE void add_transposed(const float* a, int64_t lda, int64_t columns, const f
     for (int i = 0; i < T; i++)
       for (int v = 0; v < NV; v++) store(c + (j + i) * ldc + v * W, sum[i][v]);
   });
+}
+
+template <class Do>
+INLINE void with_vectors(int nv, const Do& run) {
+  if (nv == 3) run(Int<3>{});
+  else if (nv == 2) run(Int<2>{});
+  else run(Int<1>{});
 }
 
 // Rows first … first+count−1 of x (b, h), times scale, as columns: to[x][lane]. Lanes beyond count
@@ -858,17 +879,10 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
             load(state.rest_pos + v * W) + pos + rest * splat((float)c.a));
     }
   }
-  if (!p.out) return;
+  if (p.value_dim == 0) return;
   for (int i = 0; i < blanks; i++) w.logits[blanked[i]] = 1.0f;
   add_transposed<NV>(block.v + (c.a - block.k0) * block.ldv, block.ldv, p.value_dim, w.logits, width,
                      n, s.ot, width);
-}
-
-template <bool STATS>
-void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers& w) {
-  if (s.nv == 3) forward_block<3, STATS>(p, s, block, w);
-  else if (s.nv == 2) forward_block<2, STATS>(p, s, block, w);
-  else forward_block<1, STATS>(p, s, block, w);
 }
 
 // ------------------------------------------------------------------------------------- finishing
@@ -924,7 +938,7 @@ void finish(const Problem& p, const State& state, int64_t head, int64_t row, int
     put(VISIBLE, __builtin_convertvector(seen, I));
     put(LSE, where(empty, p.sinks ? sink : splat(-INF), where(bad, nan, lse)));
     put(TOP, top);
-    put(LOG_MASS, where(none, F{}, log_mass));
+    put(LOG_MASS, where(bad, nan, where(none, F{}, log_mass)));   // NaN spoils the gradients too
     uint8_t* flag = p.nonfinite + row + v * W;
     for (int64_t i = 0; i < here; i++) flag[i] = bad[i] != 0;
     if (!STATS) continue;
@@ -958,7 +972,7 @@ Plan plan_for(const Problem& p) {
   auto in_place = [&](const Array& x, int64_t dim) {
     return x.dtype == FLOAT32 && x.stride[3] == 1 && x.stride[2] <= dim;
   };
-  bool readable = in_place(p.key, p.dim) && (!p.out || in_place(p.value, p.value_dim));
+  bool readable = in_place(p.key, p.dim) && (p.value_dim == 0 || in_place(p.value, p.value_dim));
   const int64_t widest = std::max(p.dim, p.value_dim);
   plan.copy = !readable || widest > 128 || p.queries <= 2 * R;
   plan.keys = widest <= 128 ? 128 : 64;
@@ -1004,7 +1018,7 @@ bool fetch(const Problem& p, const Plan& plan, const Workspace& w, int64_t b, in
     block.k = (const float*)address(p.key, b, kv, k0, 0), block.ldk = p.key.stride[2];
   }
   block.v = nullptr, block.ldv = 0;
-  if (!p.out) return true;
+  if (p.value_dim == 0) return true;
   if (plan.copy || careful) {
     for (int64_t j = k0; j < k1; j++)
       copy_row(p.value, address(p.value, b, kv, j, 0), p.value_dim, w.v + (j - k0) * p.value_dim);
@@ -1044,7 +1058,10 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
   for (int64_t k0 = begin; k0 < end; k0 += plan.keys) {
     Block block;
     if (!fetch(p, plan, w, b, kv, k0, std::min(k0 + plan.keys, end), careful, block)) continue;
-    for (int64_t i = 0; i < n; i++) forward_block<STATS>(p, strips[i], block, w.buffers);
+    for (int64_t i = 0; i < n; i++)
+      with_vectors(strips[i].nv, [&](auto nv) {
+        forward_block<decltype(nv)::value, STATS>(p, strips[i], block, w.buffers);
+      });
   }
   bool suspicious = false;
   for (int64_t i = 0; i < n; i++) {
@@ -1052,7 +1069,7 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
     const int64_t row = (b * p.heads + h) * p.queries + s.first;
     float inverse[R];
     finish<STATS>(p, s.state, h, row, s.count, inverse);
-    if (!p.out) continue;
+    if (p.value_dim == 0) continue;
     suspicious |= to_rows(s.ot, s.nv * W, s.count, p.value_dim, inverse, p.out + row * p.value_dim,
                           p.value_dim);
     for (int64_t j = 0; j < s.count; j++)   // a row without keys is 0 whatever V holds
@@ -1099,6 +1116,310 @@ void forward(const Problem& p) {
   });
 }
 
+// -------------------------------------------------------------------------------------- backward
+//
+// dS = p·(dP − level − dH·ln p) is with respect to what enters softmax; level = δ − dlse + dH·H comes
+// from native.py, row by row. For one head, with Sᵀ and dPᵀ (keys × strip) in L1:
+//
+//   for each block of keys, for each 4 strips of rows
+//     for each strip      Sᵀ = K·Qᵀ    dPᵀ = V·dOᵀ    p, dS lane by lane    dQᵀ += Kᵀ·dSᵀ
+//     for all 4 at once   dV += Pᵀ·dO  dK += dSᵀ·Q
+//
+// dK and dV of a block belong to one task; dQ is summed over the blocks of a task, and where a head
+// is cut into several tasks, over tasks in a fixed order: the result depends on the number of
+// threads only.
+
+constexpr int GROUP = 4;                    // strips that share a pass over dK and dV
+constexpr int64_t ROWS_AT_ONCE = GROUP * R;
+constexpr int64_t BACKWARD_KEYS = 96;
+
+struct Gradient {                           // a task's working memory
+  Strip* strips;                            // of one head; ot holds dOᵀ
+  float *dqt;                               // of each strip: dim × R
+  float *q_rows, *g_rows;                   // Q·scale and dO, cut into chunks of up to 3 vectors
+  float *dp, *p, *ds;                       // dPᵀ of a strip; Pᵀ and dSᵀ of 4 strips
+  float *k_safe;                            // K with zeros for NaN and inf
+  float *dk, *dv;                           // keys × dim rounded up to vectors
+  bool careful;
+};
+
+INLINE int64_t vectors(int64_t dim) { return (dim + W - 1) / W; }
+
+// Cut n vectors into chunks of up to 3, as even as can be: run(first, number).
+template <class Do>
+INLINE void in_chunks(int64_t n, const Do& run) {
+  const int64_t chunks = (n + MAX_NV - 1) / MAX_NV;
+  for (int64_t i = 0, first = 0; i < chunks; i++) {
+    const int64_t number = n / chunks + (i < n % chunks);
+    run(first, (int)number);
+    first += number;
+  }
+}
+
+bool all_finite(const float* x, int64_t n) {
+  F poison{};
+  int64_t i = 0;
+  for (; i + W <= n; i += W) poison += load(x + i) - load(x + i);
+  bool fine = !any(~(poison == F{}));
+  for (; i < n; i++) fine &= std::isfinite(x[i]);
+  return fine;
+}
+
+void make_safe(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] = std::isfinite(x[i]) ? x[i] : 0.0f;
+}
+
+// Rows of x as chunks: all rows of the first vectors, then of the next.
+void to_chunks(const float* row, int64_t r, int64_t rows, int64_t dim, float scale, float* to) {
+  in_chunks(vectors(dim), [&](int64_t first, int nv) {
+    float* chunk = to + first * W * rows + r * nv * W;
+    for (int64_t c = 0; c < nv * W; c++) {
+      int64_t x = first * W + c;
+      chunk[c] = x < dim ? row[x] * scale : 0.0f;
+    }
+  });
+}
+
+// p and dS of one strip and keys a … b−1 into columns `lane0` of the group's buffers.
+template <int NV>
+void strip_gradient(const Problem& p, const Strip& s, const Block& block, const Cut& c,
+                    const Buffers& w, const Gradient& m, int64_t lane0, int64_t lanes) {
+  const int64_t width = NV * W, n = c.b - c.a;
+  const float* k = block.k + (c.a - block.k0) * block.ldk;
+  const float* value = block.v + (c.a - block.k0) * block.ldv;
+  product<NV>(k, block.ldk, n, s.qt, width, p.dim, w.raw, width);
+  Gathered<NV> unused{};
+  if (c.plain0 > c.a) masked<NV>(p, s, block, c, c.a, c.plain0, w, unused);
+  if (c.b > c.plain1) masked<NV>(p, s, block, c, c.plain1, c.b, w, unused);
+  product<NV>(value, block.ldv, n, s.ot, width, p.value_dim, m.dp, width);
+
+  const bool all_plain = c.plain0 == c.a && c.plain1 == c.b;
+  for (int v = 0; v < NV; v++) {
+    const F top = load(s.state.top + v * W), log_mass = load(s.state.rest_log + v * W);
+    const F level = load(s.state.mean + v * W), d_entropy = load(s.state.m2 + v * W);
+    const I wrong = load(s.state.key + v * W);
+    float* p_out = m.p + (c.a - block.k0) * lanes + lane0 + v * W;
+    float* ds_out = m.ds + (c.a - block.k0) * lanes + lane0 + v * W;
+    for (int64_t j = 0; j < n; j++) {
+      const int64_t at = j * width + v * W;
+      F logit = load(w.logits + at);
+      F z = larger(splat(EXP_FLOOR), (logit - top) - log_mass);
+      F weight = exp_floored(z);
+      if (m.careful) weight = wrong ? splat(std::numeric_limits<float>::quiet_NaN()) : weight;
+      F ds = weight * (load(m.dp + at) - level - d_entropy * z);
+      if (!all_plain) {
+        I visible = logit != splat(-INF);
+        weight = where(visible, weight);
+        ds = where(visible, ds);
+      }
+      store(p_out + j * lanes, weight);
+      store(ds_out + j * lanes, ds);
+    }
+  }
+  if (p.d_bias) {
+    for (int64_t i = 0; i < s.count; i++) {
+      float* to = p.d_bias + s.batch * p.d_bias_stride[0] + s.head * p.d_bias_stride[1] +
+                  (s.first + i) * p.d_bias_stride[2];
+      const float* from = m.ds + (c.a - block.k0) * lanes + lane0 + i;
+      for (int64_t j = 0; j < n; j++) to[(c.a + j) * p.d_bias_stride[3]] += from[j * lanes];
+    }
+  }
+  if (w.slope) {
+    for (int64_t j = 0; j < n; j++)
+      for (int v = 0; v < NV; v++) {
+        float* ds = m.ds + (c.a - block.k0 + j) * lanes + lane0 + v * W;
+        I visible = load(w.logits + j * width + v * W) != splat(-INF);
+        store(ds, where(visible, load(ds) * load(w.slope + j * width + v * W)));
+      }
+  }
+}
+
+// All rows of head h against every `step`-th block of keys from block `part` on.
+void backward_head(const Problem& p, const Plan& plan, int64_t b, int64_t h, int64_t part,
+                   int64_t step, const Workspace& w, const Gradient& m, float* d_query) {
+  const int64_t kv = h / (p.heads / p.kv_heads), strips = (p.queries + R - 1) / R;
+  const int64_t row0 = (b * p.heads + h) * p.queries, dim = p.dim, value_dim = p.value_dim;
+  int64_t begin = p.keys, end = 0;
+  for (int64_t i = 0; i < strips; i++) {
+    Strip& s = m.strips[i];
+    place(p, s, b, h, i * R, std::min<int64_t>(R, p.queries - i * R));
+    const int lanes = s.nv * W;
+    to_columns(p.query, b, h, s.first, s.count, dim, (float)p.scale, lanes, s.qt, w.room);
+    Array d_out{(const char*)(p.d_out + row0 * value_dim), FLOAT32, {0, 0, value_dim, 1}};
+    to_columns(d_out, 0, 0, s.first, s.count, value_dim, 1.0f, lanes, s.ot, w.room);
+    std::memset(m.dqt + i * R * dim, 0, lanes * dim * 4);
+    begin = std::min(begin, s.lo_min), end = std::max(end, s.hi_max + 1);
+    for (int64_t j = 0; j < lanes; j++) {
+      const int64_t row = row0 + s.first + std::min(j, s.count - 1);
+      const float* g = p.d_out + row * value_dim;
+      s.state.top[j] = p.top[row] == -INF ? 0.0f : p.top[row];
+      s.state.rest_log[j] = p.log_mass[row];
+      s.state.mean[j] = p.level[row];
+      s.state.m2[j] = p.d_entropy ? p.d_entropy[row] : 0.0f;
+      s.state.key[j] = m.careful && !all_finite(g, value_dim) ? -1 : 0;
+      if (j >= s.count) continue;
+      copy_row(p.query, address(p.query, b, h, s.first + j, 0), dim, w.room);
+      if (m.careful) make_safe(w.room, dim);
+      to_chunks(w.room, s.first + j, p.queries, dim, (float)p.scale, m.q_rows);
+      std::memcpy(w.room, g, value_dim * 4);
+      if (m.careful) make_safe(w.room, value_dim);
+      to_chunks(w.room, s.first + j, p.queries, value_dim, 1.0f, m.g_rows);
+    }
+  }
+  const int64_t k_width = vectors(dim) * W, v_width = vectors(value_dim) * W;
+  begin -= begin % plan.keys;
+  for (int64_t k0 = begin; k0 < end; k0 += plan.keys) {
+    if (k0 / plan.keys % step != part) continue;
+    Block block;
+    if (!fetch(p, plan, w, b, kv, k0, std::min(k0 + plan.keys, p.keys), false, block)) continue;
+    const int64_t keys = block.k1 - k0;
+    const float* k_safe = block.k;
+    int64_t ld_safe = block.ldk;
+    if (m.careful) {
+      std::memcpy(m.k_safe, w.k, keys * dim * 4);
+      make_safe(m.k_safe, keys * dim);
+      k_safe = m.k_safe, ld_safe = dim;
+    }
+    std::memset(m.dk, 0, keys * k_width * 4);
+    std::memset(m.dv, 0, keys * v_width * 4);
+    for (int64_t g0 = 0; g0 < strips; g0 += GROUP) {
+      const int64_t g1 = std::min<int64_t>(g0 + GROUP, strips);
+      const int64_t first_row = m.strips[g0].first;
+      const int64_t lanes = m.strips[g1 - 1].first + m.strips[g1 - 1].nv * W - first_row;
+      int64_t used0 = g1, used1 = g0;       // strips that see the block
+      for (int64_t i = g0; i < g1; i++) {
+        Strip& s = m.strips[i];
+        const Cut c = cut(p, s, block);
+        const int64_t lane0 = s.first - first_row, width = s.nv * W;
+        if (c.a < c.b) used0 = std::min(used0, i), used1 = i + 1;
+        const int64_t a = c.a < c.b ? c.a : block.k1, end_seen = c.a < c.b ? c.b : block.k1;
+        for (int64_t j = 0; j < keys; j++) {   // what the strip does not see of the block is 0
+          if (j == a - k0) j = end_seen - k0;
+          if (j >= keys) break;
+          std::memset(m.p + j * lanes + lane0, 0, width * 4);
+          std::memset(m.ds + j * lanes + lane0, 0, width * 4);
+        }
+        if (c.a >= c.b) continue;
+        with_vectors(s.nv, [&](auto nv) {
+          constexpr int NV = decltype(nv)::value;
+          strip_gradient<NV>(p, s, block, c, w.buffers, m, lane0, lanes);
+          add_transposed<NV>(k_safe + (c.a - k0) * ld_safe, ld_safe, dim,
+                             m.ds + (c.a - k0) * lanes + lane0, lanes, c.b - c.a,
+                             m.dqt + i * R * dim, width);
+        });
+      }
+      if (used0 >= used1) continue;
+      const int64_t r0 = m.strips[used0].first, lane0 = r0 - first_row;
+      const int64_t rows = m.strips[used1 - 1].first + m.strips[used1 - 1].count - r0;
+      auto accumulate = [&](const float* weights, const float* chunks, int64_t width, float* to) {
+        in_chunks(width / W, [&](int64_t first, int nv) {
+          with_vectors(nv, [&](auto n) {
+            constexpr int NV = decltype(n)::value;
+            add_product<NV>(weights + lane0, lanes, keys,
+                            chunks + first * W * p.queries + r0 * NV * W, NV * W, rows,
+                            to + first * W, width);
+          });
+        });
+      };
+      accumulate(m.p, m.g_rows, v_width, m.dv);
+      accumulate(m.ds, m.q_rows, k_width, m.dk);
+    }
+    const int64_t key_row = (b * p.kv_heads + kv) * p.keys + k0;
+    for (int64_t j = 0; j < keys; j++) {
+      float *dk = p.d_key + (key_row + j) * dim, *dv = p.d_value + (key_row + j) * value_dim;
+      for (int64_t x = 0; x < dim; x++) dk[x] += m.dk[j * k_width + x];
+      for (int64_t x = 0; x < value_dim; x++) dv[x] += m.dv[j * v_width + x];
+    }
+  }
+  float scale[R];
+  std::fill(scale, scale + R, (float)p.scale);
+  for (int64_t i = 0; i < strips; i++) {
+    const Strip& s = m.strips[i];
+    to_rows(m.dqt + i * R * dim, s.nv * W, s.count, dim, scale, d_query + s.first * dim, dim);
+  }
+}
+
+// An input of this kv head holds NaN or inf: 0 · NaN must then be kept out of every product.
+bool unsafe(const Problem& p, int64_t b, int64_t kv, float* room) {
+  auto rows_finite = [&](const Array& x, int64_t head, int64_t rows, int64_t dim) {
+    for (int64_t i = 0; i < rows; i++) {
+      const char* row = address(x, b, head, i, 0);
+      const float* values = (const float*)row;
+      if (x.dtype != FLOAT32 || x.stride[3] != 1) copy_row(x, row, dim, room), values = room;
+      if (!all_finite(values, dim)) return false;
+    }
+    return true;
+  };
+  if (!rows_finite(p.key, kv, p.keys, p.dim) || !rows_finite(p.value, kv, p.keys, p.value_dim)) return true;
+  const int64_t group = p.heads / p.kv_heads;
+  for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+    if (!rows_finite(p.query, h, p.queries, p.dim)) return true;
+    const float* g = p.d_out + (b * p.heads + h) * p.queries * p.value_dim;
+    if (!all_finite(g, p.queries * p.value_dim)) return true;
+  }
+  return false;
+}
+
+void backward(const Problem& p) {
+  const int64_t heads = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
+  int64_t threads = p.threads;
+  // A bias shared by heads is summed by one thread, so that nothing races and the order is fixed.
+  if (p.d_bias && ((p.d_bias_stride[0] == 0 && p.batch > 1) || (p.d_bias_stride[1] == 0 && p.heads > 1) ||
+                   p.d_bias_stride[3] == 0))
+    threads = 1;
+  const int64_t parts = heads % threads == 0 || heads >= 4 * threads ? 1 : threads;
+  const int64_t size = p.batch * p.heads * p.queries * p.dim;
+  std::vector<float> partial((parts - 1) * size);
+  for_tasks(threads, heads * parts, [&](int64_t task) {
+    const int64_t b = task / parts / p.kv_heads, kv = task / parts % p.kv_heads, part = task % parts;
+    Plan plan = plan_for(p);
+    plan.keys = BACKWARD_KEYS;
+    const int64_t strips = (p.queries + R - 1) / R, k_width = vectors(p.dim) * W;
+    const int64_t v_width = vectors(p.value_dim) * W, lanes = plan.keys * R;
+    const int64_t floats =
+        strips * R * (2 * p.dim + p.value_dim) + p.queries * (k_width + v_width) + 6 * lanes +
+        2 * plan.keys * ROWS_AT_ONCE + plan.keys * (2 * p.dim + p.value_dim + k_width + v_width) +
+        W * (p.dim + p.value_dim);
+    memory.reserve(floats * 4 + strips * sizeof(Strip) + (2 * strips + 40) * 128);
+    Workspace w;
+    Gradient m;
+    m.strips = (Strip*)memory.floats(strips * sizeof(Strip) / 4);
+    for (int64_t i = 0; i < strips; i++) {
+      m.strips[i].qt = memory.floats(R * p.dim);
+      m.strips[i].ot = memory.floats(R * p.value_dim);
+    }
+    m.dqt = memory.floats(strips * R * p.dim);
+    m.q_rows = memory.floats(p.queries * k_width);
+    m.g_rows = memory.floats(p.queries * v_width);
+    w.buffers.raw = w.buffers.logits = memory.floats(lanes);
+    w.buffers.bias = p.dense.data ? memory.floats(lanes) : nullptr;
+    w.buffers.slope = p.softcap != 0 ? memory.floats(lanes) : nullptr;
+    m.dp = memory.floats(lanes);
+    m.p = memory.floats(plan.keys * ROWS_AT_ONCE);
+    m.ds = memory.floats(plan.keys * ROWS_AT_ONCE);
+    m.k_safe = memory.floats(plan.keys * p.dim);
+    m.dk = memory.floats(plan.keys * k_width);
+    m.dv = memory.floats(plan.keys * v_width);
+    w.k = memory.floats(plan.keys * p.dim);
+    w.v = memory.floats(plan.keys * p.value_dim);
+    w.wrong = nullptr;
+    w.room = memory.floats(W * (p.dim + p.value_dim));
+    m.careful = unsafe(p, b, kv, w.room);
+    plan.copy |= m.careful;
+    float* d_query = part == 0 ? p.d_query : partial.data() + (part - 1) * size;
+    for (int64_t h = kv * group; h < (kv + 1) * group; h++)
+      backward_head(p, plan, b, h, part, parts, w, m,
+                    d_query + (b * p.heads + h) * p.queries * p.dim);
+  });
+  if (parts == 1) return;
+  constexpr int64_t PIECE = 1 << 14;
+  for_tasks(threads, (size + PIECE - 1) / PIECE, [&](int64_t task) {
+    const int64_t from = task * PIECE, to = std::min(from + PIECE, size);
+    for (int64_t part = 0; part + 1 < parts; part++)
+      for (int64_t i = from; i < to; i++) p.d_query[i] += partial[part * size + i];
+  });
+}
+
 }  // namespace
 
 // ------------------------------------------------------------------------------------ what is seen
@@ -1121,4 +1442,4 @@ PUBLIC void scaledot_forward(const Problem* p) {
   if (p->statistics) forward<true>(*p);
   else forward<false>(*p);
 }
-PUBLIC void scaledot_backward(const Problem*) {}
+PUBLIC void scaledot_backward(const Problem* p) { backward(*p); }

@@ -29,7 +29,7 @@ FIELDS = 14
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK_DTYPES = DTYPES | {torch.bool: 3, torch.float64: 4}
 _VARIANTS = ("avx2", "baseline")
-_LAYOUT = struct.Struct("=7q3d3q42q6q9q4qq")
+_LAYOUT = struct.Struct("=7q3d3q42q6q9q4q")
 
 
 class _Missing(Exception):
@@ -160,6 +160,69 @@ def forward(
     return out, stats, top, log_mass
 
 
+def backward(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    seen: Visibility,
+    terms: Terms,
+    top: Float[Tensor, "batch heads queries"],
+    log_mass: Float[Tensor, "batch heads queries"],
+    entropy: Float[Tensor, "batch heads queries"],
+    counted: Tensor,
+    out: Float[Tensor, "batch heads queries value_dim"],
+    d_out: Float[Tensor, "batch heads queries value_dim"] | None,
+    d_lse: Float[Tensor, "batch heads queries"] | None,
+    d_entropy: Float[Tensor, "batch heads queries"] | None,
+    bias_gradient: bool,
+) -> Gradients:
+    """Exact gradients in float32, as `tiled.backward`; the same for a given number of threads.
+
+    Source: docs/maths.md#backward.
+    """
+    d_query = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
+    d_key, d_value = (
+        torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+        for x in (key, value)
+    )
+    d_bias = None
+    if bias_gradient and seen.bias is not None:
+        d_bias = torch.zeros_like(seen.bias, dtype=torch.float32)
+
+    d_out = torch.zeros_like(out) if d_out is None else d_out.to(torch.float32).contiguous()
+    level = (d_out * out).sum(-1)
+    if d_lse is not None:
+        level = level - torch.where(counted, d_lse.to(torch.float32), 0.0)
+    if d_entropy is not None:
+        d_entropy = torch.where(counted, d_entropy.to(torch.float32), 0.0).contiguous()
+        level = level + torch.where(counted, d_entropy * entropy, 0.0)
+    if terms.sinks is not None or bool(level.isnan().any()):
+        # What an empty row attends to passes dO's own NaN only.
+        level = torch.where(out.isnan().any(-1) & ~counted, 0.0, level)
+    level = level.contiguous()
+    d_sinks = None
+    if terms.sinks is not None:
+        base = torch.where(top == -math.inf, 0.0, top) + log_mass
+        log_p = terms.sinks.to(torch.float32)[:, None] - base
+        slope = -level if d_entropy is None else -level - d_entropy * log_p
+        d_sinks = torch.where(counted, log_p.exp() * slope, 0.0).sum((0, 2))
+
+    top, log_mass = top.contiguous(), log_mass.contiguous()
+    if d_query.numel() and key.shape[2]:
+        addresses = tuple(
+            0 if x is None else x.data_ptr()
+            for x in (d_out, level, d_entropy, top, log_mass, d_query, d_key, d_value, d_bias)
+        )
+        strides = (0,) * 4 if d_bias is None else _array(d_bias)[2:]
+        problem, _kept = _problem(
+            query, key, value, seen, terms, None, 0, 0, 0, (*addresses, *strides)
+        )
+        _library().scaledot_backward(problem)
+    else:
+        d_query.zero_()
+    return Gradients(d_query, d_key, d_value, d_bias, d_sinks)
+
+
 def _problem(
     query: Tensor, key: Tensor, value: Tensor | None, seen: Visibility, terms: Terms,
     out: Tensor | None, rows: int, flags: int, statistics: int, backward: tuple[int, ...],
@@ -187,7 +250,7 @@ def _problem(
         *_per_key(keep), *_per_key(query_ids), *_per_key(key_ids), *_array(dense),
         0 if sinks is None else sinks.data_ptr(), 0 if out is None else out.data_ptr(), rows, flags,
         statistics, torch.get_num_threads(),
-        *(backward or (0,) * 14),
+        *(backward or (0,) * 13),
     )  # fmt: skip
     return numbers, (keep, query_ids, key_ids, dense, sinks)
 
