@@ -891,8 +891,7 @@ constexpr float MARGIN_LIMIT = 87.0f;
 
 // Row statistics from the state, as `finish` of rows.py; also each row's 1 ÷ mass for the output.
 template <bool STATS>
-void finish(const Problem& p, const State& state, int64_t head, int64_t row, int64_t count,
-            float* inverse) {
+void finish(const Problem& p, const State& state, int64_t row, int64_t count, float* inverse) {
   const F one = splat(1.0f), nan = splat(std::numeric_limits<float>::quiet_NaN());
   const int64_t total_rows = p.batch * p.heads * p.queries;
   for (int v = 0; v * W < count; v++) {
@@ -910,7 +909,10 @@ void finish(const Problem& p, const State& state, int64_t head, int64_t row, int
     F log_mass, lse, f = one, sink{};
     I sink_wins{};
     if (p.sinks) {
-      sink = splat(p.sinks[head]);
+      for (int i = 0; i < W; i++) {
+        const int64_t r = std::min(row + v * W + i, total_rows - 1);
+        sink[i] = p.sinks[r / p.queries % p.heads];
+      }
       F gap = sink - top;                                 // the smaller of the two is e^−|gap|
       sink_wins = gap > F{};
       F shift = larger(splat(EXP_FLOOR), where(sink_wins, -gap, gap));
@@ -1068,7 +1070,7 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
     Strip& s = strips[i];
     const int64_t row = (b * p.heads + h) * p.queries + s.first;
     float inverse[R];
-    finish<STATS>(p, s.state, h, row, s.count, inverse);
+    finish<STATS>(p, s.state, row, s.count, inverse);
     if (p.value_dim == 0) continue;
     suspicious |= to_rows(s.ot, s.nv * W, s.count, p.value_dim, inverse, p.out + row * p.value_dim,
                           p.value_dim);
@@ -1420,6 +1422,286 @@ void backward(const Problem& p) {
   });
 }
 
+// ---------------------------------------------------------------------------------------- decode
+//
+// One or two queries against many keys: reading K and V once is all the work, so a row of K lies in
+// the lanes, and the keys are cut into chunks that threads take; `merge` joins the chunks' states as
+// rows.py does.
+
+constexpr int DECODE_ROWS = 8;        // query rows (heads of a group × queries) of a task
+constexpr int64_t DECODE_KEYS = 256;  // keys of a block
+
+// Join state b, lane j, of later keys into a, lane i: the factors that rescale each side's output.
+void merge(State& a, int i, const State& b, int j, float& fa, float& fb) {
+  const bool a_first = !(b.top[j] > a.top[i]) && (a.key[i] >= 0 || b.key[j] < 0);
+  const float top = a_first ? a.top[i] : b.top[j];
+  auto factor = [&](float own_top, float& shift) {
+    shift = own_top == -INF || own_top == top ? 0.0f : own_top - top;
+    shift = shift < EXP_FLOOR ? EXP_FLOOR : shift;
+    return own_top == -INF || shift == EXP_FLOOR ? 0.0f : std::exp(shift);
+  };
+  float shift_a, shift_b;
+  fa = factor(a.top[i], shift_a), fb = factor(b.top[j], shift_b);
+  // The side that loses the top gives its own top key, mass 1, to the rest.
+  const float own_a = !a_first && a.key[i] >= 0, own_b = a_first && b.key[j] >= 0;
+  const float mass_a = a.rest[i] + own_a, mass_b = b.rest[j] + own_b;
+  const float count = a.count[i] + b.count[j], gap = b.mean[j] - a.mean[i];
+  const float weight = b.count[j] / std::max(count, 1.0f);
+  a.rest_log[i] = fa * (a.rest_log[i] + shift_a * mass_a) + fb * (b.rest_log[j] + shift_b * mass_b);
+  a.rest_sq[i] = (a.rest_sq[i] + own_a) * fa * fa + (b.rest_sq[j] + own_b) * fb * fb;
+  a.rest_pos[i] = fa * (a.rest_pos[i] + own_a * a.key[i]) + fb * (b.rest_pos[j] + own_b * b.key[j]);
+  a.rest[i] = mass_a * fa + mass_b * fb;
+  a.m2[i] += b.m2[j] + gap * gap * (a.count[i] * weight);
+  a.mean[i] += gap * weight;
+  a.count[i] = count;
+  a.peak[i] = std::max(a.peak[i], b.peak[j]);
+  a.top[i] = top;
+  if (!a_first) a.key[i] = b.key[j];
+}
+
+INLINE float sum_of(F x) {
+  float s = 0;
+  for (int i = 0; i < W; i++) s += x[i];
+  return s;
+}
+
+// Scores of W keys, rows of k, with one query of `n` whole vectors and `rest` more components.
+INLINE F score_keys(const float* const (&k)[W], const float* q, int64_t n, int64_t rest) {
+  F sum[W] = {};
+  for (int64_t x = 0; x < n * W; x += W) {
+    F qx = load(q + x);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) sum[i] += load(k[i] + x) * qx;
+  }
+  if (rest) {
+    F qx = load(q + n * W);   // padded with zeros
+    for (int i = 0; i < W; i++) {
+      F kx{};
+      std::memcpy(&kx, k[i] + n * W, rest * 4);
+      sum[i] += kx * qx;
+    }
+  }
+  transpose(sum);
+  F total = sum[0];
+  for (int i = 1; i < W; i++) total += sum[i];
+  return total;
+}
+
+// out[x] += Σ_j e[j]·V[j][x] for N vectors of x.
+template <int N>
+INLINE void add_values(const float* v, int64_t ldv, const float* e, int64_t n, float* out) {
+  F sum[N];
+  for (int i = 0; i < N; i++) sum[i] = load(out + i * W);
+  for (int64_t j = 0; j < n; j++) {
+    F ej = splat(e[j]);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) sum[i] += load(v + j * ldv + i * W) * ej;
+  }
+  for (int i = 0; i < N; i++) store(out + i * W, sum[i]);
+}
+
+// One row of scores of a block (raw = logits where nothing is capped or added): apply masks.
+void masked_row(const Problem& p, const Block& block, int64_t b, int64_t h, int64_t i, float* raw,
+                float* logits, float& poison) {
+  const int64_t at = i + p.offset;
+  const int64_t lo = p.left < 0 ? 0 : at - p.left, hi = p.right < 0 ? p.keys : at + p.right;
+  const int32_t* ids = p.query_ids.data ? (const int32_t*)address(p.query_ids, b, 0, 0, 0) : nullptr;
+  const char* dense = p.dense.data ? address(p.dense, b, h, i, block.k0) : nullptr;
+  const int64_t step = p.dense.stride[3] * size_of(p.dense.dtype);
+  for (int64_t j = block.k0; j < block.k1; j++) {
+    const int64_t x = j - block.k0;
+    float logit = raw[x];
+    if (p.softcap != 0) logit = (float)p.softcap * std::tanh(logit / (float)p.softcap);
+    bool visible = j >= lo && j <= hi && !(block.keep && !block.keep[j]) && !(ids && ids[i] != block.ids[j]);
+    bool counted = visible;
+    if (dense) {
+      const float bias = read(dense + x * step, p.dense.dtype);
+      visible &= bias != -INF;
+      const bool low = bias <= (float)p.floor;
+      counted = visible && !low;
+      if (low && !std::isfinite(logit)) logit = 0;
+      logit += bias < LOWEST ? LOWEST : bias;
+      if (counted) poison += logit - logit;
+    }
+    if (!counted) raw[x] = -INF;
+    logits[x] = visible ? logit : -INF;
+  }
+}
+
+// The state of one row over one block of n keys (both arrays padded with −inf to whole vectors);
+// logits become e, the top key's 1.
+template <bool STATS>
+void summarise(float* raw, float* logits, int64_t n, int64_t k0, float poison, State& s, int lane) {
+  F top = splat(-INF), peak = top, sum{}, count{};
+  for (int64_t j = 0; j < n; j += W) {
+    F x = load(raw + j);
+    I counted = x != splat(-INF);
+    peak = larger(x, peak);
+    top = larger(load(logits + j), top);
+    sum += where(counted, x);
+    count += where(counted, splat(1.0f));
+  }
+  float best = -INF, high = -INF;
+  for (int i = 0; i < W; i++) best = std::max(best, top[i]), high = std::max(high, peak[i]);
+  s.top[lane] = best, s.peak[lane] = high, s.key[lane] = -1;
+  s.count[lane] = sum_of(count);
+  s.mean[lane] = (sum_of(sum) + poison) / std::max(s.count[lane], 1.0f);
+  s.rest[lane] = s.rest_sq[lane] = s.rest_log[lane] = s.rest_pos[lane] = s.m2[lane] = 0;
+  const F mean = splat(s.mean[lane]);
+  F m2{};
+  for (int64_t j = 0; STATS && j < n; j += W) {
+    F x = load(raw + j), d = where(x != splat(-INF), x - mean);
+    m2 += d * d;
+  }
+  int64_t key = -1;
+  if (best > -INF) {
+    key = std::find(logits, logits + n, best) - logits;
+    s.key[lane] = (int32_t)(k0 + key);
+    logits[key] = -INF;
+  }
+  const F base = splat(best > -INF ? best : 0.0f);
+  F rest{}, sq{}, log{}, pos{}, position{};
+  for (int i = 0; i < W; i++) position[i] = (float)i;
+  for (int64_t j = 0; j < n; j += W) {
+    F z = larger(splat(EXP_FLOOR), load(logits + j) - base);
+    F e = exp_floored(z);
+    store(logits + j, e);
+    rest += e;
+    if (STATS) {
+      sq += e * e;
+      log += e * z;
+      pos += e * position;
+      position += splat((float)W);
+    }
+  }
+  s.rest[lane] = sum_of(rest);
+  if (STATS) {
+    s.m2[lane] = sum_of(m2), s.rest_sq[lane] = sum_of(sq), s.rest_log[lane] = sum_of(log);
+    s.rest_pos[lane] = sum_of(pos) + s.rest[lane] * (float)k0;
+  }
+  if (key >= 0) logits[key] = 1.0f;
+}
+
+// Join the chunks of rows row … row+n−1, finish them and write their output.
+template <bool STATS>
+void finish_decode(const Problem& p, State* states, float* out, int64_t chunks, int64_t room,
+                   int64_t row, int n) {
+  const int64_t b = row / p.queries / p.heads;
+  State& state = states[0];
+  for (int64_t c = 1; c < chunks; c++)
+    for (int r = 0; r < n; r++) {
+      float fa, fb;
+      merge(state, r, states[c], r, fa, fb);
+      for (int64_t x = r * p.value_dim; x < (r + 1) * p.value_dim; x++)
+        out[x] = out[x] * fa + out[c * room + x] * fb;
+    }
+  float inverse[R];
+  finish<STATS>(p, state, row, n, inverse);
+  bool suspicious = false;
+  for (int r = 0; r < n && p.value_dim; r++) {
+    float* to = p.out + (row + r) * p.value_dim;
+    float poison = 0;
+    for (int64_t x = 0; x < p.value_dim; x++) {
+      to[x] = out[r * p.value_dim + x] * inverse[r];
+      poison += to[x] - to[x];
+    }
+    suspicious |= poison != 0 && std::isfinite(inverse[r]);
+  }
+  if (!suspicious) return;
+  const Plan plan = plan_for(p);
+  for (int64_t first = row; first < row + n;) {   // head by head, as V's NaN asks for
+    const int64_t i = first % p.queries, h = first / p.queries % p.heads;
+    const int64_t count = std::min(p.queries - i, row + n - first);
+    Strip* strips;
+    Workspace w = workspace(p, plan, (count + R - 1) / R, strips);
+    if (forward_rows<STATS>(p, plan, b, h, i, count, false, strips, w))
+      forward_rows<STATS>(p, plan, b, h, i, count, true, strips, w);
+    first += count;
+  }
+}
+
+template <bool STATS>
+void decode(const Problem& p) {
+  auto in_place = [](const Array& x) { return x.dtype == FLOAT32 && x.stride[3] == 1; };
+  Plan plan;
+  plan.copy = !in_place(p.key) || (p.value_dim && !in_place(p.value));
+  plan.keys = DECODE_KEYS;
+  const int64_t rows = p.heads / p.kv_heads * p.queries;    // of one kv head, contiguous
+  const int64_t row_pieces = (rows + DECODE_ROWS - 1) / DECODE_ROWS, units = p.batch * p.kv_heads * row_pieces;
+  // Chunks of whole blocks, enough of them for every thread to have several.
+  int64_t blocks = (p.keys + DECODE_KEYS - 1) / DECODE_KEYS;
+  int64_t wanted = std::min(blocks, std::max<int64_t>((4 * p.threads + units - 1) / units, (blocks + 7) / 8));
+  if (p.threads == 1) wanted = 1;
+  const int64_t chunk = (blocks + wanted - 1) / std::max<int64_t>(wanted, 1) * DECODE_KEYS;
+  const int64_t chunks = std::max<int64_t>((p.keys + chunk - 1) / std::max<int64_t>(chunk, 1), 1);
+  const int64_t padded = vectors(p.dim) * W, room = DECODE_ROWS * p.value_dim;
+  std::vector<State> states(units * chunks);
+  std::vector<float> outs(units * chunks * room);
+  std::vector<std::atomic<int64_t>> finished(units);
+  for_tasks(p.threads, units * chunks, [&](int64_t task) {
+    const int64_t unit = task / chunks, first = unit % row_pieces * DECODE_ROWS;
+    const int64_t b = unit / row_pieces / p.kv_heads, kv = unit / row_pieces % p.kv_heads;
+    const int n = (int)std::min<int64_t>(DECODE_ROWS, rows - first);
+    const int64_t head0 = kv * (p.heads / p.kv_heads);
+    memory.reserve((DECODE_KEYS * (p.dim + 2 * p.value_dim + 2) + DECODE_ROWS * padded) * 4 + 4096);
+    Workspace w;
+    w.k = memory.floats(DECODE_KEYS * p.dim);
+    w.v = memory.floats(DECODE_KEYS * p.value_dim);
+    float* query = memory.floats(DECODE_ROWS * padded);
+    float *raw = memory.floats(DECODE_KEYS), *logits = memory.floats(DECODE_KEYS);
+    if (p.softcap == 0 && (!p.dense.data || p.dense.dtype == BOOL)) logits = raw;
+    State& state = states[task];
+    State block_state;
+    float* out = outs.data() + task * room;
+    state.clear();
+    for (int r = 0; r < n; r++) {
+      const int64_t h = head0 + (first + r) / p.queries, i = (first + r) % p.queries;
+      float* q = query + r * padded;
+      copy_row(p.query, address(p.query, b, h, i, 0), p.dim, q);
+      for (int64_t x = 0; x < padded; x++) q[x] = x < p.dim ? q[x] * (float)p.scale : 0.0f;
+    }
+    const int64_t begin = task % chunks * chunk, end = std::min(begin + chunk, p.keys);
+    for (int64_t k0 = begin; k0 < end; k0 += DECODE_KEYS) {
+      Block block;
+      if (!fetch(p, plan, w, b, kv, k0, std::min(k0 + DECODE_KEYS, end), false, block)) continue;
+      const int64_t keys = block.k1 - k0, whole = (keys + W - 1) / W * W;
+      for (int r = 0; r < n; r++) {
+        const int64_t h = head0 + (first + r) / p.queries, i = (first + r) % p.queries;
+        for (int64_t j = 0; j < keys; j += W) {
+          const float* k[W];
+          for (int64_t t = 0; t < W; t++) k[t] = block.k + std::min(j + t, keys - 1) * block.ldk;
+          store(raw + j, score_keys(k, query + r * padded, p.dim / W, p.dim % W));
+        }
+        const int64_t at = i + p.offset;
+        float poison = 0;
+        if (p.dense.data || p.softcap != 0 || block.keep || block.ids ||
+            (p.left >= 0 && at - p.left > k0) || (p.right >= 0 && at + p.right < block.k1 - 1))
+          masked_row(p, block, b, h, i, raw, logits, poison);
+        for (int64_t j = keys; j < whole; j++) raw[j] = logits[j] = -INF;
+        summarise<STATS>(raw, logits, whole, k0, poison, block_state, 0);
+        float fa, fb;
+        merge(state, r, block_state, 0, fa, fb);
+        if (p.value_dim == 0) continue;
+        float* o = out + r * p.value_dim;
+        if (fa != 1)
+          for (int64_t x = 0; x < p.value_dim; x++) o[x] *= fa;
+        if (fb != 1)
+          for (int64_t j = 0; j < keys; j++) logits[j] *= fb;
+        int64_t x = 0;
+        for (; x + 8 * W <= p.value_dim; x += 8 * W) add_values<8>(block.v + x, block.ldv, logits, keys, o + x);
+        for (; x + 4 * W <= p.value_dim; x += 4 * W) add_values<4>(block.v + x, block.ldv, logits, keys, o + x);
+        for (; x + W <= p.value_dim; x += W) add_values<1>(block.v + x, block.ldv, logits, keys, o + x);
+        for (int64_t j = 0; x < p.value_dim && j < keys; j++)
+          for (int64_t y = x; y < p.value_dim; y++) o[y] += logits[j] * block.v[j * block.ldv + y];
+      }
+    }
+    // Whoever finishes a unit's last chunk joins them, in order.
+    if (finished[unit].fetch_add(1) + 1 == chunks)
+      finish_decode<STATS>(p, &states[unit * chunks], outs.data() + unit * chunks * room, chunks,
+                           room, (b * p.kv_heads + kv) * rows + first, n);
+  });
+}
+
 }  // namespace
 
 // ------------------------------------------------------------------------------------ what is seen
@@ -1439,7 +1721,8 @@ PUBLIC int64_t scaledot_supports_avx2() {
 }
 
 PUBLIC void scaledot_forward(const Problem* p) {
-  if (p->statistics) forward<true>(*p);
-  else forward<false>(*p);
+  const bool few = p->keys >= 32 && (p->queries <= 2 || (p->queries <= 16 && p->batch * p->heads < p->threads));
+  if (p->statistics) few ? decode<true>(*p) : forward<true>(*p);
+  else few ? decode<false>(*p) : forward<false>(*p);
 }
 PUBLIC void scaledot_backward(const Problem* p) { backward(*p); }
