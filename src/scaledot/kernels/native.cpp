@@ -274,6 +274,7 @@ struct Problem {
   int64_t threads;
   // backward
   const float *d_out, *level, *d_entropy, *top, *log_mass;   // contiguous
+  const uint8_t* counted;                                    // 0 for a row that sees nothing
   float *d_query, *d_key, *d_value;                          // contiguous, zeroed
   float* d_bias;                                             // with these strides, zeroed, or null
   int64_t d_bias_stride[4];
@@ -429,16 +430,16 @@ INLINE void multiply(F (&sum)[T][NV], const float* a, int64_t step_j, int64_t st
   }
 }
 
-// C[j] = Σ_x A[j][x]·B[x]: `a` rows of stride lda, read along x.
+// C[j] = factor · Σ_x A[j][x]·B[x]: `a` rows of stride lda, read along x.
 template <int NV>
 INLINE void product(const float* a, int64_t lda, int64_t rows, const float* b, int64_t width,
-                    int64_t n, float* c, int64_t ldc) {
+                    int64_t n, float factor, float* c, int64_t ldc) {
   in_tiles<NV>(rows, [&](auto t, int64_t j) {
     constexpr int T = decltype(t)::value;
     F sum[T][NV] = {};
     multiply<T, NV>(sum, a + j * lda, lda, 1, b, width, n);
     for (int i = 0; i < T; i++)
-      for (int v = 0; v < NV; v++) store(c + (j + i) * ldc + v * W, sum[i][v]);
+      for (int v = 0; v < NV; v++) store(c + (j + i) * ldc + v * W, sum[i][v] * splat(factor));
   });
 }
 
@@ -479,10 +480,10 @@ INLINE void with_vectors(int nv, const Do& run) {
   else run(Int<1>{});
 }
 
-// Rows first … first+count−1 of x (b, h), times scale, as columns: to[x][lane]. Lanes beyond count
-// repeat the last row.
+// Rows first … first+count−1 of x (b, h) as columns: to[x][lane]. Lanes beyond count repeat the last
+// row.
 void to_columns(const Array& x, int64_t b, int64_t h, int64_t first, int64_t count, int64_t dim,
-                float scale, int lanes, float* to, float* room) {
+                int lanes, float* to, float* room) {
   for (int lane0 = 0; lane0 < lanes; lane0 += W) {
     const float* row[W];
     for (int i = 0; i < W; i++) {
@@ -498,12 +499,12 @@ void to_columns(const Array& x, int64_t b, int64_t h, int64_t first, int64_t cou
     int64_t c = 0;
     for (; c + W <= dim; c += W) {
       F block[W];
-      for (int i = 0; i < W; i++) block[i] = load(row[i] + c) * splat(scale);
+      for (int i = 0; i < W; i++) block[i] = load(row[i] + c);
       transpose(block);
       for (int i = 0; i < W; i++) store(to + (c + i) * lanes + lane0, block[i]);
     }
     for (; c < dim; c++)
-      for (int i = 0; i < W; i++) to[c * lanes + lane0 + i] = row[i][c] * scale;
+      for (int i = 0; i < W; i++) to[c * lanes + lane0 + i] = row[i][c];
   }
 }
 
@@ -555,7 +556,7 @@ struct alignas(64) Strip {
   int32_t id_min, id_max;
   int64_t batch, head, first, count;  // `count` rows from `first` on
   int nv;                             // vectors in use
-  float *qt, *ot;                     // Qᵀ·scale (dim × lanes), Oᵀ (value_dim × lanes)
+  float *qt, *ot;                     // Qᵀ (dim × lanes), Oᵀ (value_dim × lanes)
   bool seen_any[R];                   // careful pass: the row has a visible key
 };
 
@@ -725,6 +726,8 @@ INLINE void scores(const Problem& p, const Strip& s, const Block& block, const C
     g.sum[v] = F{};
     g.count[v] = splat((float)(c.plain1 - c.plain0));
   }
+  // The scale multiplies the sum, once: in q it would round every component.
+  const F scale = splat((float)p.scale);
   float* plain = w.raw + (c.plain0 - c.a) * width;
   in_tiles<NV>(c.plain1 - c.plain0, [&](auto t, int64_t j) {
     constexpr int T = decltype(t)::value;
@@ -732,16 +735,17 @@ INLINE void scores(const Problem& p, const Strip& s, const Block& block, const C
     multiply<T, NV>(sum, k + (c.plain0 + j) * block.ldk, block.ldk, 1, s.qt, width, p.dim);
     for (int i = 0; i < T; i++)
       for (int v = 0; v < NV; v++) {
-        store(plain + (j + i) * width + v * W, sum[i][v]);
-        g.top[v] = larger(sum[i][v], g.top[v]);
-        g.sum[v] += sum[i][v];
+        F score = sum[i][v] * scale;
+        store(plain + (j + i) * width + v * W, score);
+        g.top[v] = larger(score, g.top[v]);
+        g.sum[v] += score;
       }
   });
   for (int v = 0; v < NV; v++) g.peak[v] = g.top[v];
   const int64_t parts[2][2] = {{c.a, c.plain0}, {c.plain1, c.b}};
   for (auto& [from, to] : parts) {
     if (from >= to) continue;
-    product<NV>(k + from * block.ldk, block.ldk, to - from, s.qt, width, p.dim,
+    product<NV>(k + from * block.ldk, block.ldk, to - from, s.qt, width, p.dim, (float)p.scale,
                 w.raw + (from - c.a) * width, width);
     masked<NV>(p, s, block, c, from, to, w, g);
   }
@@ -933,6 +937,8 @@ void finish(const Problem& p, const State& state, int64_t row, int64_t count, fl
     I none = key < 0, empty = seen == F{};
     I bad = ~empty & ~(isfinite(lse) & isfinite(mean) & (STATS ? isfinite(peak) : ~I{}));
     I nothing = empty | bad;
+    if (p.sinks) bad |= ~empty & ~(sink < splat(INF));
+    nothing |= bad;
     F total = one + all;
     F scaling = where(sink_wins, f, one) / total;
     store(inverse + v * W, where(bad, nan, where(none, F{}, scaling)));
@@ -1052,7 +1058,7 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
     if (careful)
       for (int j = 0; j < R; j++) s.seen_any[j] = s.state.count[j] > 0;
     s.state.clear();
-    to_columns(p.query, b, h, s.first, s.count, p.dim, (float)p.scale, s.nv * W, s.qt, w.room);
+    to_columns(p.query, b, h, s.first, s.count, p.dim, s.nv * W, s.qt, w.room);
     std::memset(s.ot, 0, p.value_dim * s.nv * W * 4);
     begin = std::min(begin, s.lo_min), end = std::max(end, s.hi_max + 1);
   }
@@ -1189,17 +1195,18 @@ void strip_gradient(const Problem& p, const Strip& s, const Block& block, const 
   const int64_t width = NV * W, n = c.b - c.a;
   const float* k = block.k + (c.a - block.k0) * block.ldk;
   const float* value = block.v + (c.a - block.k0) * block.ldv;
-  product<NV>(k, block.ldk, n, s.qt, width, p.dim, w.raw, width);
+  product<NV>(k, block.ldk, n, s.qt, width, p.dim, (float)p.scale, w.raw, width);
   Gathered<NV> unused{};
   if (c.plain0 > c.a) masked<NV>(p, s, block, c, c.a, c.plain0, w, unused);
   if (c.b > c.plain1) masked<NV>(p, s, block, c, c.plain1, c.b, w, unused);
-  product<NV>(value, block.ldv, n, s.ot, width, p.value_dim, m.dp, width);
+  product<NV>(value, block.ldv, n, s.ot, width, p.value_dim, 1.0f, m.dp, width);
 
   const bool all_plain = c.plain0 == c.a && c.plain1 == c.b;
+  const F floor = splat((float)p.floor);
   for (int v = 0; v < NV; v++) {
     const F top = load(s.state.top + v * W), log_mass = load(s.state.rest_log + v * W);
     const F level = load(s.state.mean + v * W), d_entropy = load(s.state.m2 + v * W);
-    const I wrong = load(s.state.key + v * W);
+    const I wrong = load(s.state.key + v * W), counted = load(s.state.count + v * W) != F{};
     float* p_out = m.p + (c.a - block.k0) * lanes + lane0 + v * W;
     float* ds_out = m.ds + (c.a - block.k0) * lanes + lane0 + v * W;
     for (int64_t j = 0; j < n; j++) {
@@ -1211,6 +1218,8 @@ void strip_gradient(const Problem& p, const Strip& s, const Block& block, const 
       F ds = weight * (load(m.dp + at) - level - d_entropy * z);
       if (!all_plain) {
         I visible = logit != splat(-INF);
+        // Only a row that sees nothing attends to what a finfo.min bias leaves it.
+        if (p.dense.data) visible &= ~((load(w.bias + at) <= floor) & counted);
         weight = where(visible, weight);
         ds = where(visible, ds);
       }
@@ -1230,8 +1239,8 @@ void strip_gradient(const Problem& p, const Strip& s, const Block& block, const 
     for (int64_t j = 0; j < n; j++)
       for (int v = 0; v < NV; v++) {
         float* ds = m.ds + (c.a - block.k0 + j) * lanes + lane0 + v * W;
-        I visible = load(w.logits + j * width + v * W) != splat(-INF);
-        store(ds, where(visible, load(ds) * load(w.slope + j * width + v * W)));
+        F slope = load(w.slope + j * width + v * W), d = load(ds);
+        store(ds, where(d != F{}, d * slope));   // what is hidden has d = 0, and any slope
       }
   }
 }
@@ -1246,9 +1255,9 @@ void backward_head(const Problem& p, const Plan& plan, int64_t b, int64_t h, int
     Strip& s = m.strips[i];
     place(p, s, b, h, i * R, std::min<int64_t>(R, p.queries - i * R));
     const int lanes = s.nv * W;
-    to_columns(p.query, b, h, s.first, s.count, dim, (float)p.scale, lanes, s.qt, w.room);
+    to_columns(p.query, b, h, s.first, s.count, dim, lanes, s.qt, w.room);
     Array d_out{(const char*)(p.d_out + row0 * value_dim), FLOAT32, {0, 0, value_dim, 1}};
-    to_columns(d_out, 0, 0, s.first, s.count, value_dim, 1.0f, lanes, s.ot, w.room);
+    to_columns(d_out, 0, 0, s.first, s.count, value_dim, lanes, s.ot, w.room);
     std::memset(m.dqt + i * R * dim, 0, lanes * dim * 4);
     begin = std::min(begin, s.lo_min), end = std::max(end, s.hi_max + 1);
     for (int64_t j = 0; j < lanes; j++) {
@@ -1258,6 +1267,7 @@ void backward_head(const Problem& p, const Plan& plan, int64_t b, int64_t h, int
       s.state.rest_log[j] = p.log_mass[row];
       s.state.mean[j] = p.level[row];
       s.state.m2[j] = p.d_entropy ? p.d_entropy[row] : 0.0f;
+      s.state.count[j] = p.counted[row];
       s.state.key[j] = m.careful && !all_finite(g, value_dim) ? -1 : 0;
       if (j >= s.count) continue;
       copy_row(p.query, address(p.query, b, h, s.first + j, 0), dim, w.room);
@@ -1658,7 +1668,7 @@ void decode(const Problem& p) {
       const int64_t h = head0 + (first + r) / p.queries, i = (first + r) % p.queries;
       float* q = query + r * padded;
       copy_row(p.query, address(p.query, b, h, i, 0), p.dim, q);
-      for (int64_t x = 0; x < padded; x++) q[x] = x < p.dim ? q[x] * (float)p.scale : 0.0f;
+      for (int64_t x = 0; x < padded; x++) q[x] = x < p.dim ? q[x] : 0.0f;
     }
     const int64_t begin = task % chunks * chunk, end = std::min(begin + chunk, p.keys);
     for (int64_t k0 = begin; k0 < end; k0 += DECODE_KEYS) {
@@ -1670,7 +1680,7 @@ void decode(const Problem& p) {
         for (int64_t j = 0; j < keys; j += W) {
           const float* k[W];
           for (int64_t t = 0; t < W; t++) k[t] = block.k + std::min(j + t, keys - 1) * block.ldk;
-          store(raw + j, score_keys(k, query + r * padded, p.dim / W, p.dim % W));
+          store(raw + j, score_keys(k, query + r * padded, p.dim / W, p.dim % W) * splat((float)p.scale));
         }
         const int64_t at = i + p.offset;
         float poison = 0;

@@ -29,7 +29,7 @@ FIELDS = 14
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK_DTYPES = DTYPES | {torch.bool: 3, torch.float64: 4}
 _VARIANTS = ("avx2", "baseline")
-_LAYOUT = struct.Struct("=7q3d3q42q6q9q4q")
+_LAYOUT = struct.Struct("=7q3d3q42q6q10q4q")
 
 
 class _Missing(Exception):
@@ -196,22 +196,18 @@ def backward(
     if d_entropy is not None:
         d_entropy = torch.where(counted, d_entropy.to(torch.float32), 0.0).contiguous()
         level = level + torch.where(counted, d_entropy * entropy, 0.0)
-    if terms.sinks is not None or bool(level.isnan().any()):
-        # What an empty row attends to passes dO's own NaN only.
-        level = torch.where(out.isnan().any(-1) & ~counted, 0.0, level)
     level = level.contiguous()
     d_sinks = None
     if terms.sinks is not None:
-        base = torch.where(top == -math.inf, 0.0, top) + log_mass
-        log_p = terms.sinks.to(torch.float32)[:, None] - base
-        slope = -level if d_entropy is None else -level - d_entropy * log_p
+        log_p = terms.sinks.to(torch.float32)[:, None] - torch.where(top == -math.inf, 0.0, top)
+        log_p = log_p - log_mass
+        slope = -level if d_entropy is None else -level - d_entropy * log_p.clamp(min=-1000.0)
         d_sinks = torch.where(counted, log_p.exp() * slope, 0.0).sum((0, 2))
-
-    top, log_mass = top.contiguous(), log_mass.contiguous()
+    top, log_mass, counted = top.contiguous(), log_mass.contiguous(), counted.contiguous()
     if d_query.numel() and key.shape[2]:
         addresses = tuple(
             0 if x is None else x.data_ptr()
-            for x in (d_out, level, d_entropy, top, log_mass, d_query, d_key, d_value, d_bias)
+            for x in (d_out, level, d_entropy, top, log_mass, counted, d_query, d_key, d_value, d_bias)
         )
         strides = (0,) * 4 if d_bias is None else _array(d_bias)[2:]
         problem, _kept = _problem(
@@ -250,7 +246,7 @@ def _problem(
         *_per_key(keep), *_per_key(query_ids), *_per_key(key_ids), *_array(dense),
         0 if sinks is None else sinks.data_ptr(), 0 if out is None else out.data_ptr(), rows, flags,
         statistics, torch.get_num_threads(),
-        *(backward or (0,) * 13),
+        *(backward or (0,) * 14),
     )  # fmt: skip
     return numbers, (keep, query_ids, key_ids, dense, sinks)
 
