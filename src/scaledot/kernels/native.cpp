@@ -153,13 +153,14 @@ INLINE F where(I mask, F a) { return (F)((I)a & mask); }  // a or 0
 // 0, as is exp(−88), which callers put in place of anything lower. Within 1 ulp; exp(0) is exactly 1.
 constexpr float EXP_FLOOR = -88.0f;
 
+template <bool FAR = false>   // FAR: ln 2 in two parts, for 1 ulp at −87 too
 INLINE F exp_floored(F z) {
   const F magic = splat(12582912.0f + 127.0f);  // 1.5·2²³: the sum's low bits hold n + 127
   F shifted = z * splat(1.44269504f) + magic;
   F n = shifted - magic;
   F r;
-  if (FUSED) {
-    r = z - n * splat(0.69314718f);
+  if (FUSED && !FAR) {
+    r = z - n * splat(0.69314718f);   // off by 1.9e-9·n: below an ulp where e matters
   } else {
     r = (z - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
   }
@@ -430,6 +431,20 @@ INLINE void multiply(F (&sum)[T][NV], const float* a, int64_t step_j, int64_t st
   }
 }
 
+// The same for rows of A along x, in pieces of 128: a long sum rounds more.
+template <int T, int NV>
+INLINE void multiply_rows(F (&sum)[T][NV], const float* a, int64_t lda, const float* b,
+                          int64_t width, int64_t n) {
+  constexpr int64_t PIECE = 128;
+  if (n <= PIECE) return multiply<T, NV>(sum, a, lda, 1, b, width, n);
+  for (int64_t x = 0; x < n; x += PIECE) {
+    F part[T][NV] = {};
+    multiply<T, NV>(part, a + x, lda, 1, b + x * width, width, std::min(PIECE, n - x));
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < NV; v++) sum[i][v] += part[i][v];
+  }
+}
+
 // C[j] = factor · Σ_x A[j][x]·B[x]: `a` rows of stride lda, read along x.
 template <int NV>
 INLINE void product(const float* a, int64_t lda, int64_t rows, const float* b, int64_t width,
@@ -437,7 +452,7 @@ INLINE void product(const float* a, int64_t lda, int64_t rows, const float* b, i
   in_tiles<NV>(rows, [&](auto t, int64_t j) {
     constexpr int T = decltype(t)::value;
     F sum[T][NV] = {};
-    multiply<T, NV>(sum, a + j * lda, lda, 1, b, width, n);
+    multiply_rows<T, NV>(sum, a + j * lda, lda, b, width, n);
     for (int i = 0; i < T; i++)
       for (int v = 0; v < NV; v++) store(c + (j + i) * ldc + v * W, sum[i][v] * splat(factor));
   });
@@ -732,7 +747,7 @@ INLINE void scores(const Problem& p, const Strip& s, const Block& block, const C
   in_tiles<NV>(c.plain1 - c.plain0, [&](auto t, int64_t j) {
     constexpr int T = decltype(t)::value;
     F sum[T][NV] = {};
-    multiply<T, NV>(sum, k + (c.plain0 + j) * block.ldk, block.ldk, 1, s.qt, width, p.dim);
+    multiply_rows<T, NV>(sum, k + (c.plain0 + j) * block.ldk, block.ldk, s.qt, width, p.dim);
     for (int i = 0; i < T; i++)
       for (int v = 0; v < NV; v++) {
         F score = sum[i][v] * scale;
@@ -794,21 +809,24 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
     F gap = here - mean;
     if (STATS) {
       const float* raw = w.raw + v * W;
-      F m2{}, odd{};
-      int64_t j = 0;
-      if (all_plain) {
-        for (; j + 1 < n; j += 2) {   // two sums: one would wait for itself
-          F d = load(raw + j * width) - here, e = load(raw + (j + 1) * width) - here;
-          m2 += d * d;
-          odd += e * e;
+      // Sums of 16, then of those: a long sum of small squares beside a large one rounds away.
+      F m2{};
+      for (int64_t j = 0; j < n;) {
+        F even{}, odd{};
+        const int64_t end = std::min(j + 16, n);
+        if (all_plain)
+          for (; j + 1 < end; j += 2) {   // two sums: one would wait for itself
+            F d = load(raw + j * width) - here, e = load(raw + (j + 1) * width) - here;
+            even += d * d;
+            odd += e * e;
+          }
+        for (; j < end; j++) {
+          F x = load(raw + j * width);
+          F d = where(x != splat(-INF), x - here);
+          even += d * d;
         }
+        m2 += even + odd;
       }
-      for (; j < n; j++) {
-        F x = load(raw + j * width);
-        F d = where(x != splat(-INF), x - here);
-        m2 += d * d;
-      }
-      m2 += odd;
       store(state.m2 + v * W, load(state.m2 + v * W) + m2 + gap * gap * (count * weight));
       store(state.peak + v * W, larger(g.peak[v], load(state.peak + v * W)));
     }
@@ -920,7 +938,7 @@ void finish(const Problem& p, const State& state, int64_t row, int64_t count, fl
       F gap = sink - top;                                 // the smaller of the two is e^−|gap|
       sink_wins = gap > F{};
       F shift = larger(splat(EXP_FLOOR), where(sink_wins, -gap, gap));
-      f = exp_floored(shift);
+      f = exp_floored<true>(shift);
       F own = where(key >= 0, one), mass = rest + own;
       all = where(sink_wins, f * mass, rest + f);
       all_sq = where(sink_wins, f * f * (sq + own), sq + f * f);
