@@ -880,18 +880,23 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
     top = where(top == splat(-INF), F{}, top);
     F rest{}, sq{}, log{}, pos{}, position{};
     float* column = w.logits + v * W;
+    for (int64_t j = 0; j < n;) {   // sums of 32, then of those: equal terms all round one way
+      F some{}, some_sq{}, some_log{}, some_pos{};
+      const int64_t end = std::min(j + 32, n);
 #pragma GCC unroll 2
-    for (int64_t j = 0; j < n; j++) {
-      F z = larger(splat(EXP_FLOOR), load(column + j * width) - top);
-      F e = exp_floored(z);
-      store(column + j * width, e);
-      rest += e;
-      if (STATS) {
-        sq += e * e;
-        log += e * z;
-        pos += e * position;
-        position += splat(1.0f);
+      for (; j < end; j++) {
+        F z = larger(splat(EXP_FLOOR), load(column + j * width) - top);
+        F e = exp_floored(z);
+        store(column + j * width, e);
+        some += e;
+        if (STATS) {
+          some_sq += e * e;
+          some_log += e * z;
+          some_pos += e * position;
+          position += splat(1.0f);
+        }
       }
+      rest += some, sq += some_sq, log += some_log, pos += some_pos;
     }
     store(state.rest + v * W, load(state.rest + v * W) + rest);
     if (STATS) {
