@@ -1753,6 +1753,20 @@ PUBLIC int64_t scaledot_supports_avx2() {
 #endif
 }
 
+// The machine's peak: `times` × 12 independent multiply-adds of a vector. Returns the flops done.
+PUBLIC int64_t scaledot_peak(int64_t times, float* out) {
+  F sum[12], a = splat(0.999f), b = splat(0.001f);
+  for (int i = 0; i < 12; i++) sum[i] = splat((float)i);
+  for (int64_t t = 0; t < times; t++) {
+    PIN(a);
+    PIN(b);
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; i++) sum[i] = sum[i] * a + b;
+  }
+  for (int i = 0; i < 12; i++) store(out + i * W, sum[i]);
+  return times * 12 * W * 2;
+}
+
 PUBLIC void scaledot_forward(const Problem* p) {
   const bool few = p->keys >= 32 && (p->queries <= 2 || (p->queries <= 16 && p->batch * p->heads < p->threads));
   if (p->statistics) few ? decode<true>(*p) : forward<true>(*p);
