@@ -1,0 +1,280 @@
+"""The CPU kernel in C++ (native.cpp): output and every statistic in one pass, forward and backward.
+
+This module finds the compiled libraries beside itself, picks the one for this processor, describes a
+problem to it in one struct, and gives its results as `RowStats`. `SCALEDOT_ISA=baseline` or `avx2`
+forces a variant. `available()` says in one line why there is none, and nothing else here may be
+called then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import struct
+from functools import cache
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from scaledot.kernels.tiled import Gradients, Terms
+from scaledot.masks import Visibility
+from scaledot.rows import RowStats
+
+FIELDS = 14
+"""Statistics a row in the packed result, in the order of native.cpp's `enum Field`."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MASK_DTYPES = DTYPES | {torch.bool: 3, torch.float64: 4}
+_VARIANTS = ("avx2", "baseline")
+_LAYOUT = struct.Struct("=7q3d3q42q6q10q4q")
+
+
+class _Missing(Exception):
+    pass
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The variant for this processor, or the one that SCALEDOT_ISA names."""
+    folder = Path(__file__).parent
+    wanted = os.environ.get("SCALEDOT_ISA", "")
+    if wanted and wanted not in _VARIANTS:
+        raise _Missing(f"SCALEDOT_ISA is {wanted!r}: pass one of {', '.join(_VARIANTS)}")
+    found = {v: path for v in _VARIANTS if (path := folder / f"native_{v}.so").exists()}
+    if "baseline" not in found:
+        raise _Missing("it was not compiled: no C++ compiler was found when scaledot was installed")
+    try:
+        library = _open(found["baseline"])
+        if not wanted:
+            wanted = "avx2" if library.scaledot_supports_avx2() and "avx2" in found else "baseline"
+        if wanted == "avx2":
+            if not library.scaledot_supports_avx2() or "avx2" not in found:
+                raise _Missing("SCALEDOT_ISA is 'avx2', which this processor or build does not have")
+            library = _open(found["avx2"])
+    except OSError as error:
+        raise _Missing(f"its library does not load: {error}") from None
+    if library.scaledot_problem_size() != _LAYOUT.size:
+        raise _Missing("its library is of another version: install scaledot again")
+    pool = _torch_pool()
+    if pool:
+        library.scaledot_use_pool(pool)
+    return library
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.scaledot_isa.restype = ctypes.c_char_p
+    for name in ("scaledot_problem_size", "scaledot_supports_avx2"):
+        getattr(library, name).restype = ctypes.c_int64
+    library.scaledot_use_pool.argtypes = [ctypes.c_void_p]
+    for name in ("scaledot_forward", "scaledot_backward"):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.c_char_p], None
+    return library
+
+
+def _torch_pool() -> int | None:
+    """The address of torch's parallel loop, so that its threads serve and none are added."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        path = Path(torch.__file__).parent / "lib" / name
+        if path.exists():
+            try:
+                function = ctypes.CDLL(str(path)).torch_parallel_for
+            except (OSError, AttributeError):
+                return None
+            return ctypes.cast(function, ctypes.c_void_p).value
+    return None
+
+
+def available() -> str | None:
+    """None where the kernel can be used, else the reason in one line."""
+    try:
+        _library()
+    except _Missing as reason:
+        return str(reason)
+    return None
+
+
+def info() -> dict[str, str]:
+    """Which variant is loaded and whose threads it uses. Only where `available()` is None."""
+    pool = "torch's" if _torch_pool() else "its own"
+    return {"isa": _library().scaledot_isa().decode(), "threads": pool}
+
+
+def forward(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"] | None,
+    seen: Visibility,
+    terms: Terms,
+    *,
+    statistics: bool = True,
+) -> tuple[
+    Float[Tensor, "batch heads queries value_dim"] | None,
+    RowStats,
+    Float[Tensor, "batch heads queries"],
+    Float[Tensor, "batch heads queries"],
+]:
+    """(output, row statistics, top, log_mass) as `tiled.forward`; output is float32.
+
+    Without `statistics`, only visible, lse and nonfinite of the rows are defined.
+    Raises: ValueError for dropout and for a dtype other than float32, bfloat16 and float16.
+    """
+    batch, heads, queries, _ = query.shape
+    shape = (batch, heads, queries)
+    rows = batch * heads * queries
+    packed = query.new_empty((FIELDS * rows + (rows + 3) // 4,), dtype=torch.float32)
+    out = None
+    if value is not None:
+        out = query.new_empty((*shape, value.shape[3]), dtype=torch.float32)
+    start = packed.data_ptr()
+    flags = start + 4 * FIELDS * rows
+    if rows:
+        problem, _kept = _problem(
+            query, key, value, seen, terms, out, start, flags, int(statistics), ()
+        )
+        _library().scaledot_forward(problem)
+    fields = packed[: FIELDS * rows].view(FIELDS, *shape)
+    (_, mean, variance, largest, lse, entropy, _, margin, collision, jacobian, mean_key, sink_mass,
+     top, log_mass) = fields.unbind()  # fmt: skip
+    whole = fields.view(torch.int32)
+    stats = RowStats(
+        visible=whole[0],
+        score_mean=mean,
+        score_var=variance,
+        max_score=largest,
+        lse=lse,
+        entropy=entropy,
+        top_key=whole[6],
+        top_margin=margin,
+        collision=collision,
+        jacobian_trace=jacobian,
+        mean_key=mean_key,
+        nonfinite=packed[FIELDS * rows :].view(torch.bool)[:rows].view(shape),
+        sink_mass=None if terms.sinks is None else sink_mass,
+        kernel="native",
+    )
+    return out, stats, top, log_mass
+
+
+def backward(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    seen: Visibility,
+    terms: Terms,
+    top: Float[Tensor, "batch heads queries"],
+    log_mass: Float[Tensor, "batch heads queries"],
+    entropy: Float[Tensor, "batch heads queries"],
+    counted: Tensor,
+    out: Float[Tensor, "batch heads queries value_dim"],
+    d_out: Float[Tensor, "batch heads queries value_dim"] | None,
+    d_lse: Float[Tensor, "batch heads queries"] | None,
+    d_entropy: Float[Tensor, "batch heads queries"] | None,
+    bias_gradient: bool,
+) -> Gradients:
+    """Exact gradients in float32, as `tiled.backward`; the same for a given number of threads.
+
+    Source: docs/maths.md#backward.
+    """
+    d_query = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
+    d_key, d_value = (
+        torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+        for x in (key, value)
+    )
+    d_bias = None
+    if bias_gradient and seen.bias is not None:
+        d_bias = torch.zeros_like(seen.bias, dtype=torch.float32)
+
+    d_out = torch.zeros_like(out) if d_out is None else d_out.to(torch.float32).contiguous()
+    level = (d_out * out).sum(-1)
+    if d_lse is not None:
+        level = level - torch.where(counted, d_lse.to(torch.float32), 0.0)
+    if d_entropy is not None:
+        d_entropy = torch.where(counted, d_entropy.to(torch.float32), 0.0).contiguous()
+        level = level + torch.where(counted, d_entropy * entropy, 0.0)
+    level = level.contiguous()
+    d_sinks = None
+    if terms.sinks is not None:
+        log_p = terms.sinks.to(torch.float32)[:, None] - torch.where(top == -math.inf, 0.0, top)
+        log_p = log_p - log_mass
+        slope = -level if d_entropy is None else -level - d_entropy * log_p.clamp(min=-1000.0)
+        d_sinks = torch.where(counted, log_p.exp() * slope, 0.0).sum((0, 2))
+    top, log_mass, counted = top.contiguous(), log_mass.contiguous(), counted.contiguous()
+    if d_query.numel() and key.shape[2]:
+        addresses = tuple(
+            0 if x is None else x.data_ptr()
+            for x in (d_out, level, d_entropy, top, log_mass, counted, d_query, d_key, d_value, d_bias)
+        )
+        strides = (0,) * 4 if d_bias is None else _array(d_bias)[2:]
+        problem, _kept = _problem(
+            query, key, value, seen, terms, None, 0, 0, 0, (*addresses, *strides)
+        )
+        _library().scaledot_backward(problem)
+    else:
+        d_query.zero_()
+    return Gradients(d_query, d_key, d_value, d_bias, d_sinks)
+
+
+def _problem(
+    query: Tensor, key: Tensor, value: Tensor | None, seen: Visibility, terms: Terms,
+    out: Tensor | None, rows: int, flags: int, statistics: int, backward: tuple[int, ...],
+) -> tuple[bytes, tuple[Tensor | None, ...]]:  # fmt: skip
+    """native.cpp's `Problem`, and the tensors that must live as long as it is used."""
+    if terms.dropout_p:
+        raise ValueError("kernel 'native' has no dropout: pass kernel=\"tiled\" or \"auto\"")
+    if query.dtype not in DTYPES:
+        raise ValueError(
+            f"kernel 'native' takes float32, bfloat16 and float16, not {query.dtype}: "
+            'pass kernel="tiled" or "auto"'
+        )
+    batch, heads, queries, dim = query.shape
+    kv_heads, keys = key.shape[1:3]
+    keep = None if seen.keep is None else seen.keep.contiguous()
+    query_ids, key_ids = (None, None) if seen.segments is None else _small_ids(*seen.segments)
+    dense = seen.allowed if seen.bias is None else seen.bias
+    sinks = None if terms.sinks is None else terms.sinks.detach().to(torch.float32).contiguous()
+    floor = torch.finfo(seen.bias.dtype).min / 2 if seen.bias is not None else -math.inf
+    numbers = _LAYOUT.pack(
+        batch, heads, kv_heads, queries, keys, dim, 0 if value is None else value.shape[3],
+        terms.scale, terms.softcap or 0.0, floor,
+        seen.offset, -1 if seen.left is None else seen.left, -1 if seen.right is None else seen.right,
+        *_array(query), *_array(key), *_array(value),
+        *_per_key(keep), *_per_key(query_ids), *_per_key(key_ids), *_array(dense),
+        0 if sinks is None else sinks.data_ptr(), 0 if out is None else out.data_ptr(), rows, flags,
+        statistics, torch.get_num_threads(),
+        *(backward or (0,) * 14),
+    )  # fmt: skip
+    return numbers, (keep, query_ids, key_ids, dense, sinks)
+
+
+def _array(x: Tensor | None) -> tuple[int, ...]:
+    """An `Array`: address, dtype, strides; 0 along an axis that is broadcast."""
+    if x is None:
+        return (0,) * 6
+    return (
+        x.data_ptr(), _MASK_DTYPES[x.dtype],
+        *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)),
+    )  # fmt: skip
+
+
+def _per_key(x: Tensor | None) -> tuple[int, ...]:
+    if x is None:
+        return (0,) * 6
+    return x.data_ptr(), 5 if x.dtype == torch.int32 else 3, 0 if x.shape[0] == 1 else x.shape[1], 0, 0, 1
+
+
+def _small_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Document ids as contiguous int32, renumbered where they do not fit."""
+    limit = torch.iinfo(torch.int32)
+    if any(x.dtype == torch.int64 and x.numel() and (x.max() > limit.max or x.min() < limit.min)
+           for x in (query_ids, key_ids)):  # fmt: skip
+        both = torch.cat([query_ids.flatten(), key_ids.flatten()]).unique(return_inverse=True)[1]
+        query_ids, key_ids = (
+            part.reshape(x.shape) for part, x in
+            zip(both.split([query_ids.numel(), key_ids.numel()]), (query_ids, key_ids), strict=True)
+        )  # fmt: skip
+    return query_ids.to(torch.int32).contiguous(), key_ids.to(torch.int32).contiguous()
