@@ -39,6 +39,11 @@ class Problem:
         """Query heads that share one key and value head."""
         return self.query.shape[1] // max(self.key.shape[1], 1)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the caller's own leading axes are (batch, heads), so `restore` does nothing."""
+        return self.has_heads and len(self.batch_shape) == 1
+
     def restore(self, x: Tensor) -> Tensor:
         """Give (batch, heads, …) back in the caller's own leading axes."""
         if not self.has_heads:
@@ -61,6 +66,12 @@ def problem(
     Raises: TypeError for integer or complex tensors and mixed dtypes, ValueError for shapes that
     do not fit, each naming the argument, what came and what to pass.
     """
+    if sinks is None and _same_axes(query, key, value):
+        assert isinstance(query, Tensor)
+        dim = query.shape[3]
+        return Problem(
+            query, key, value, _scale(scale, dim), _softcap(softcap), None, query.shape[:1], True
+        )
     named = {"query": query, "key": key} | ({"value": value} if value is not None else {})
     for name, x in named.items():
         tensor(name, x)
@@ -126,6 +137,23 @@ def problem(
         query, key, value, _scale(scale, dim), _softcap(softcap), _sinks(sinks, heads, query),
         tuple(batch_shape), has_heads,
     )  # fmt: skip
+
+
+def _same_axes(query: Tensor, key: Tensor, value: Tensor | None) -> bool:
+    """Whether these are float tensors of one dtype and device, of four axes that need no broadcast:
+    the common case, which takes none of the checks' time."""
+    if value is None or not all(isinstance(x, Tensor) for x in (query, key, value)):
+        return False
+    q, k, v = query.shape, key.shape, value.shape
+    return (
+        len(q) == len(k) == len(v) == 4
+        and q[:2] == k[:2]
+        and k[:3] == v[:3]
+        and q[3] == k[3] != 0
+        and query.dtype == key.dtype == value.dtype
+        and query.is_floating_point()
+        and query.device == key.device == value.device
+    )
 
 
 def tensor(name: str, x: object) -> None:

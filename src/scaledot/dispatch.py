@@ -8,12 +8,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from scaledot import checks
-from scaledot.kernels import tiled
+from scaledot import checks, operators
+from scaledot.kernels import Terms
 from scaledot.masks import Mask, Visibility, resolve
 from scaledot.rows import RowStats
 
-KERNELS = ("tiled",)
+KERNELS = ("native", "tiled")
+"""What kernel= may name; "auto" takes the first that can compute the problem: native on a CPU for
+float32, bfloat16 and float16 without dropout where it was compiled, else tiled."""
 
 ERROR_FACTOR, ERROR_ULPS = 2, 4
 """A fast path's error is at most 2 × that of `trace` in the same dtype + 4 × eps × the largest
@@ -89,7 +91,9 @@ def attention(
     window: W keys with the query's own, causal; or (left, right) keys besides it, −1 unbounded.
     softcap: c turns scores s into c·tanh(s/c), before the mask.
     sinks: (heads,) one more logit a head, in the denominator only.
-    kernel: "auto" or "tiled"; what ran is in `rows.kernel`.
+    kernel: "native" or "tiled" runs that one or raises with the reason; "auto" takes native on a
+    CPU for float32, bfloat16 and float16 without dropout, where it was compiled, else tiled. What
+    ran is in `rows.kernel`.
 
     An empty row gives 0. A visible NaN or inf gives NaN; a masked one never matters. Gradients
     flow to query, key, value, a float mask, sinks, and from `rows.lse` and `rows.entropy`; double
@@ -110,24 +114,44 @@ def attention(
         query, key, value, scale=scale, enable_gqa=enable_gqa, softcap=softcap, sinks=sinks
     )
     seen = resolve(p, attn_mask, is_causal, window)
-    dropout_p = checks.dropout(dropout_p)
-    _pick(kernel)
-    seed = int(torch.randint(1 << 62, ())) if dropout_p else 0
-    terms = tiled.Terms(p.scale, p.softcap, p.sinks, dropout_p, seed)
-    bias = seen.bias
+    dropout_p = checks.dropout(dropout_p) if dropout_p else 0.0
+    kernel = _pick(kernel, p.query, dropout_p)
     assert p.value is not None  # checked above
-    tracked = (p.query, p.key, p.value, bias, p.sinks)
-    with torch.autocast(p.query.device.type, enabled=False):
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tracked):
-            out, *rest = _Attention.apply(seen, terms, *tracked)
-            rows = RowStats(**dict(zip(_FIELDS, rest, strict=True)), kernel="tiled")
-        else:
-            out, rows, _, _ = tiled.forward(p.query, p.key, p.value, seen, terms)
-            assert out is not None  # there was a value
-            out = out.to(p.query.dtype)
-    if not return_stats:
-        return p.restore(out)
-    return p.restore(out), rows.map(p.restore)
+    out, rows = _run(kernel, p.query, p.key, p.value, seen, p, dropout_p, return_stats)
+    if not p.plain:
+        out, rows = p.restore(out), None if rows is None else rows.map(p.restore)
+    return out if rows is None else (out, rows)
+
+
+def _run(
+    kernel: str, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, p: checks.Problem,
+    dropout_p: float, statistics: bool,
+) -> tuple[Tensor, RowStats | None]:  # fmt: skip
+    """(output, row statistics if wanted), by the cheapest way that the moment allows."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        seed = torch.randint(1 << 62, ()) if dropout_p else None
+        terms = Terms(p.scale, p.softcap, p.sinks, dropout_p, 0)
+        return operators.attend(query, key, value, seen, terms, seed, kernel, statistics)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return _run(kernel, query, key, value, seen, p, dropout_p, statistics)
+    seed = int(torch.randint(1 << 62, ())) if dropout_p else 0
+    terms = Terms(p.scale, p.softcap, p.sinks, dropout_p, seed)
+    bias, sinks = seen.bias, p.sinks
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
+    ):  # fmt: skip
+        out, *rest = _Attention.apply(kernel, seen, terms, statistics, query, key, value, bias, sinks)
+        if not statistics:
+            return out, None
+        return out, RowStats(**dict(zip(_FIELDS, rest, strict=True)), kernel=kernel)
+    out, rows, _, _ = operators.implementation(kernel).forward(
+        query, key, value, seen, terms, statistics=statistics
+    )
+    return out.to(query.dtype), rows if statistics else None
 
 
 _FIELDS = tuple(f.name for f in fields(RowStats) if f.name != "kernel")
@@ -138,23 +162,27 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, seen: Visibility, terms: tiled.Terms, query: Tensor, key: Tensor, value: Tensor,
-        bias: Tensor | None, sinks: Tensor | None,
+        ctx: Any, kernel: str, seen: Visibility, terms: Terms, statistics: bool,
+        query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        out, rows, top, log_mass = tiled.forward(query, key, value, seen, terms)
-        assert out is not None
-        ctx.seen, ctx.terms = replace(seen, bias=None), replace(terms, sinks=None)
+        out, rows, top, log_mass = operators.implementation(kernel).forward(
+            query, key, value, seen, terms, statistics=statistics
+        )
+        ctx.kernel, ctx.seen, ctx.terms = kernel, replace(seen, bias=None), replace(terms, sinks=None)
         # The gradient of the softmax needs O as computed: rounded to bfloat16 it would drown dS.
         ctx.save_for_backward(
             query, key, value, bias, sinks, top, log_mass, rows.entropy, rows.visible, out
         )
         ctx.set_materialize_grads(False)
+        result = out.to(query.dtype, copy=True)
+        if not statistics:
+            return (result,)
         stats = [getattr(rows, name) for name in _FIELDS]
         ctx.mark_non_differentiable(
             *(x for n, x in zip(_FIELDS, stats, strict=True)
               if x is not None and n not in ("lse", "entropy"))
         )  # fmt: skip
-        return out.to(query.dtype, copy=True), *stats
+        return result, *stats
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, *d_stats: Tensor | None) -> tuple[Any, ...]:
@@ -163,21 +191,25 @@ class _Attention(torch.autograd.Function):
                 once = _Attention.backward(ctx, d_out, *d_stats)
             return _Once.apply(*(g if g is None else g.requires_grad_() for g in once))
         query, key, value, bias, sinks, top, log_mass, entropy, visible, out = ctx.saved_tensors
-        by_name = dict(zip(_FIELDS, d_stats, strict=True))
+        d_lse, d_entropy = (d_stats[_LSE], d_stats[_ENTROPY]) if d_stats else (None, None)
         with torch.autocast(query.device.type, enabled=False):
-            grads = tiled.backward(
+            grads = operators.implementation(ctx.kernel).backward(
                 query, key, value, replace(ctx.seen, bias=bias), replace(ctx.terms, sinks=sinks),
-                top, log_mass, entropy, visible > 0, out, d_out, by_name["lse"],
-                by_name["entropy"], bias_gradient=ctx.needs_input_grad[5],
+                top, log_mass, entropy, visible > 0, out, d_out, d_lse, d_entropy,
+                bias_gradient=ctx.needs_input_grad[7],
             )  # fmt: skip
 
         def like(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
             return None if grad is None or x is None else grad.to(x.dtype)
 
         return (
-            None, None, like(grads.query, query), like(grads.key, key), like(grads.value, value),
+            None, None, None, None,
+            like(grads.query, query), like(grads.key, key), like(grads.value, value),
             like(grads.bias, bias), like(grads.sinks, sinks),
         )  # fmt: skip
+
+
+_LSE, _ENTROPY = _FIELDS.index("lse"), _FIELDS.index("entropy")
 
 
 class _Once(torch.autograd.Function):
@@ -192,13 +224,29 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("attention cannot be differentiated twice")
 
 
-def _pick(kernel: str) -> str:
-    """The kernel that runs: "auto" takes the first of KERNELS that can."""
-    if kernel == "auto":
-        return KERNELS[0]
-    if kernel not in KERNELS:
+def _pick(kernel: str, query: Tensor, dropout_p: float) -> str:
+    """The kernel that runs; from here on nothing falls back to another.
+
+    Raises: ValueError for a name that there is not, and with the reason for one that cannot.
+    """
+    if kernel == "tiled":
+        return kernel
+    if kernel not in ("auto", "native"):
         raise ValueError(f'kernel is {kernel!r}: pass "auto" or one of {", ".join(KERNELS)}')
-    return kernel
+    reason = _native_reason(query.device.type, query.dtype, dropout_p > 0)
+    if reason is None:
+        return "native"
+    if kernel == "native":
+        raise ValueError(reason)
+    return "tiled"
+
+
+@torch.compiler.assume_constant_result
+def _native_reason(device: str, dtype: torch.dtype, dropout: bool) -> str | None:
+    """Why the native kernel cannot compute this, None where it can."""
+    from scaledot.kernels import native
+
+    return native.reason(device, dtype, dropout)
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from scaledot.kernels.tiled import Gradients, Terms
+from scaledot.kernels import Gradients, Terms
 from scaledot.masks import Visibility
 from scaledot.rows import RowStats
 
@@ -37,8 +37,15 @@ class _Missing(Exception):
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    """The variant for this processor, or the one that SCALEDOT_ISA names."""
+def _library() -> ctypes.CDLL | str:
+    """The variant for this processor, or the one that SCALEDOT_ISA names; or why there is none."""
+    try:
+        return _load()
+    except _Missing as reason:
+        return str(reason)
+
+
+def _load() -> ctypes.CDLL:
     folder = Path(__file__).parent
     wanted = os.environ.get("SCALEDOT_ISA", "")
     if wanted and wanted not in _VARIANTS:
@@ -91,17 +98,36 @@ def _torch_pool() -> int | None:
 
 def available() -> str | None:
     """None where the kernel can be used, else the reason in one line."""
-    try:
-        _library()
-    except _Missing as reason:
-        return str(reason)
+    library = _library()
+    return library if isinstance(library, str) else None
+
+
+def reason(device: str, dtype: torch.dtype, dropout: bool) -> str | None:
+    """Why this kernel cannot compute such a problem, in one line; None where it can."""
+    if (missing := available()) is not None:
+        return f"kernel 'native' is not there: {missing}"
+    if device != "cpu":
+        return f"kernel 'native' runs on a CPU, not on {device}: pass kernel=\"tiled\" or \"auto\""
+    if dtype not in DTYPES:
+        return (
+            f"kernel 'native' takes float32, bfloat16 and float16, not {dtype}: "
+            'pass kernel="tiled" or "auto"'
+        )
+    if dropout:
+        return "kernel 'native' has no dropout: pass kernel=\"tiled\" or \"auto\""
     return None
 
 
 def info() -> dict[str, str]:
     """Which variant is loaded and whose threads it uses. Only where `available()` is None."""
     pool = "torch's" if _torch_pool() else "its own"
-    return {"isa": _library().scaledot_isa().decode(), "threads": pool}
+    return {"isa": _loaded().scaledot_isa().decode(), "threads": pool}
+
+
+def _loaded() -> ctypes.CDLL:
+    library = _library()
+    assert not isinstance(library, str), library
+    return library
 
 
 def forward(
@@ -136,7 +162,7 @@ def forward(
         problem, _kept = _problem(
             query, key, value, seen, terms, out, start, flags, int(statistics), ()
         )
-        _library().scaledot_forward(problem)
+        _loaded().scaledot_forward(problem)
     fields = packed[: FIELDS * rows].view(FIELDS, *shape)
     (_, mean, variance, largest, lse, entropy, _, margin, collision, jacobian, mean_key, sink_mass,
      top, log_mass) = fields.unbind()  # fmt: skip
@@ -213,7 +239,7 @@ def backward(
         problem, _kept = _problem(
             query, key, value, seen, terms, None, 0, 0, 0, (*addresses, *strides)
         )
-        _library().scaledot_backward(problem)
+        _loaded().scaledot_backward(problem)
     else:
         d_query.zero_()
     return Gradients(d_query, d_key, d_value, d_bias, d_sinks)
@@ -224,13 +250,8 @@ def _problem(
     out: Tensor | None, rows: int, flags: int, statistics: int, backward: tuple[int, ...],
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:  # fmt: skip
     """native.cpp's `Problem`, and the tensors that must live as long as it is used."""
-    if terms.dropout_p:
-        raise ValueError("kernel 'native' has no dropout: pass kernel=\"tiled\" or \"auto\"")
-    if query.dtype not in DTYPES:
-        raise ValueError(
-            f"kernel 'native' takes float32, bfloat16 and float16, not {query.dtype}: "
-            'pass kernel="tiled" or "auto"'
-        )
+    if terms.dropout_p or query.dtype not in DTYPES:
+        raise ValueError(reason("cpu", query.dtype, terms.dropout_p > 0))
     batch, heads, queries, dim = query.shape
     kv_heads, keys = key.shape[1:3]
     keep = None if seen.keep is None else seen.keep.contiguous()

@@ -22,22 +22,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from scaledot.kernels import Gradients, Terms
 from scaledot.masks import Visibility
 from scaledot.rows import EXP_ZERO, RowState, RowStats, finish, merge
 
 BLOCK = 1 << 19
 """Scores held at once: large enough to hide torch's call overhead, small enough for the cache."""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What turns ⟨q,k⟩ into weights, beside the mask."""
-
-    scale: float
-    softcap: float | None
-    sinks: Float[Tensor, " heads"] | None
-    dropout_p: float
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +46,8 @@ def forward(
     value: Float[Tensor, "batch kv_heads keys value_dim"] | None,
     seen: Visibility,
     terms: Terms,
+    *,
+    statistics: bool = True,  # noqa: ARG001  # they cost little beside torch's own calls
 ) -> tuple[
     Float[Tensor, "batch heads queries value_dim"] | None,
     RowStats,
@@ -119,17 +111,6 @@ def forward(
         out = out.flatten(1, 2) * (-log_mass).exp()[..., None]
         out = torch.where(stats.nonfinite[..., None], float("nan"), out)
     return out, stats, top, log_mass
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of the inputs, in the accumulator's dtype; bias and sinks only where asked."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    sinks: Tensor | None
 
 
 def backward(
