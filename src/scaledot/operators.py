@@ -128,10 +128,11 @@ def _forward(
     out, rows, top, log_mass = implementation(kernel).forward(
         query, key, value, seen, terms, statistics=statistics
     )
-    whole = torch.stack([getattr(rows, name).to(torch.int32) for name in _WHOLE])
     numbers = [top, log_mass]
     if not statistics:
+        whole = rows.visible[None].clone()
         return out, rows.lse.clone(), out.new_empty(0), torch.stack(numbers), whole
+    whole = torch.stack([getattr(rows, name).to(torch.int32) for name in _WHOLE])
     numbers += [getattr(rows, name) for name in _STATISTICS]
     if rows.sink_mass is not None:
         numbers.append(rows.sink_mass)
@@ -139,7 +140,7 @@ def _forward(
 
 
 def _forward_fake(
-    query: Tensor, key: Tensor, value: Tensor, *rest: Any
+    query: Tensor, _: Tensor, value: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     sinks, statistics = rest[1], rest[-1]
     shape = query.shape[:3]
@@ -150,7 +151,7 @@ def _forward_fake(
         like.new_empty(shape),
         like.new_empty(shape if statistics else 0),
         like.new_empty(count, *shape),
-        like.new_empty(3, *shape, dtype=torch.int32),
+        like.new_empty(len(_WHOLE) if statistics else 1, *shape, dtype=torch.int32),
     )
 
 
@@ -167,6 +168,8 @@ def _backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     *flat, kernel, out, entropy, numbers, whole, bias_gradient = rest
     seen, terms = understood(query, key, *flat)
+    if d_entropy is None:
+        entropy = out.new_zeros(())  # without statistics there is none
     grads = implementation(kernel).backward(
         query, key, value, seen, terms, numbers[0], numbers[1], entropy, whole[0] > 0, out,
         d_out, d_lse, d_entropy, bias_gradient=bias_gradient,
@@ -183,7 +186,8 @@ def _backward(
 
 def _backward_fake(
     d_out: Tensor | None, d_lse: Tensor | None, d_entropy: Tensor | None,  # noqa: ARG001
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None, *rest: Any,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None,
+    *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     wanted = (query, key, value, bias if rest[-1] else None, sinks)
     return tuple(query.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
@@ -205,9 +209,9 @@ def _differentiate(
     inputs = [
         other if x is None else x for x, other in zip(tensors, ctx.others, strict=True)
     ]  # fmt: skip
-    *problem, _statistics = inputs
+    *problem, statistics = inputs
     grads = torch.ops.scaledot.attention_backward(
-        d_out, d_lse, d_entropy, *problem, out, entropy, numbers, whole,
+        d_out, d_lse, d_entropy if statistics else None, *problem, out, entropy, numbers, whole,
         ctx.needs_input_grad[_BIAS],
     )  # fmt: skip
     result: list[Any] = [None] * len(inputs)

@@ -1,6 +1,7 @@
 """What a kernel is: `forward` and `backward` of one attention, each in a module of its own.
 
-A kernel imports rows and masks, never another kernel; dispatch.py picks one and ties it to autograd.
+A kernel imports rows and masks, never another kernel; dispatch.py picks one and ties it to
+autograd, operators.py to torch.compile.
 
     forward(query, key, value, seen, terms, *, statistics=True) → (output, rows, top, log_mass)
 
@@ -11,13 +12,17 @@ None without a value, the same to the bit with and without `statistics`. rows: `
 `statistics` only visible, lse and nonfinite need be right. top, log_mass: (batch, heads, queries),
 for `backward`: the weight of a key is exp(logit − top − log_mass).
 
+    output(query, key, value, seen, terms) → output alone, where nobody asks for more
+
+    sweep(query, key, seen, terms, factors) → rows at scale·factor, for each factor
+
     backward(query, key, value, seen, terms, top, log_mass, entropy, counted, out,
              d_out, d_lse, d_entropy, bias_gradient) → Gradients
 
 entropy, out: from `forward`. counted: False for empty rows, whose lse and entropy pass nothing.
 d_out, d_lse, d_entropy: None for zero. bias_gradient: whether the additive mask wants one.
 
-    reason(query, terms) → None, or in one line why this kernel cannot do it
+native also says, in one line, why it cannot compute something: `reason`, and `available`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The CPU kernel in C++ (native.cpp): output and every statistic in one pass, forward and backward.
+"""The CPU kernel in C++ (native.cpp): output and statistics in one pass, forward and backward.
 
-This module finds the compiled libraries beside itself, picks the one for this processor, describes a
+This module finds the compiled libraries beside itself, picks one for this processor, describes a
 problem to it in one struct, and gives its results as `RowStats`. `SCALEDOT_ISA=baseline` or `avx2`
 forces a variant. `available()` says in one line why there is none, and nothing else here may be
 called then.
@@ -12,6 +12,8 @@ import ctypes
 import math
 import os
 import struct
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +32,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK_DTYPES = DTYPES | {torch.bool: 3, torch.float64: 4}
 _VARIANTS = ("avx2", "baseline")
 _LAYOUT = struct.Struct("=7q3d3q42q6q10q4q")
+_NOTHING, _NO_MASK, _FORWARD_ONLY = (0,) * 6, (0,) * 25, (0,) * 14
 
 
 class _Missing(Exception):
@@ -59,7 +62,9 @@ def _load() -> ctypes.CDLL:
             wanted = "avx2" if library.scaledot_supports_avx2() and "avx2" in found else "baseline"
         if wanted == "avx2":
             if not library.scaledot_supports_avx2() or "avx2" not in found:
-                raise _Missing("SCALEDOT_ISA is 'avx2', which this processor or build does not have")
+                raise _Missing(
+                    "SCALEDOT_ISA is 'avx2', which this processor or build does not have"
+                )
             library = _open(found["avx2"])
     except OSError as error:
         raise _Missing(f"its library does not load: {error}") from None
@@ -107,14 +112,14 @@ def reason(device: str, dtype: torch.dtype, dropout: bool) -> str | None:
     if (missing := available()) is not None:
         return f"kernel 'native' is not there: {missing}"
     if device != "cpu":
-        return f"kernel 'native' runs on a CPU, not on {device}: pass kernel=\"tiled\" or \"auto\""
+        return f'kernel \'native\' runs on a CPU, not on {device}: pass kernel="tiled" or "auto"'
     if dtype not in DTYPES:
         return (
             f"kernel 'native' takes float32, bfloat16 and float16, not {dtype}: "
             'pass kernel="tiled" or "auto"'
         )
     if dropout:
-        return "kernel 'native' has no dropout: pass kernel=\"tiled\" or \"auto\""
+        return 'kernel \'native\' has no dropout: pass kernel="tiled" or "auto"'
     return None
 
 
@@ -128,6 +133,28 @@ def _loaded() -> ctypes.CDLL:
     library = _library()
     assert not isinstance(library, str), library
     return library
+
+
+def output(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    seen: Visibility,
+    terms: Terms,
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """The output of `forward` alone."""
+    batch, heads, queries, _ = query.shape
+    rows = batch * heads * queries
+    out = torch.empty((batch, heads, queries, value.shape[3]), dtype=torch.float32)
+    if rows:
+        # What a row is summed up in while it is computed, and a byte a row.
+        scratch = torch.empty(FIELDS * rows + (rows + 3) // 4, dtype=torch.float32)
+        start = scratch.data_ptr()
+        problem, _kept = _problem(
+            query, key, value, seen, terms, out, start, start + 4 * FIELDS * rows, 0, ()
+        )
+        _loaded().scaledot_forward(problem)
+    return out
 
 
 def forward(
@@ -150,40 +177,39 @@ def forward(
     Raises: ValueError for dropout and for a dtype other than float32, bfloat16 and float16.
     """
     batch, heads, queries, _ = query.shape
-    shape = (batch, heads, queries)
-    rows = batch * heads * queries
-    packed = query.new_empty((FIELDS * rows + (rows + 3) // 4,), dtype=torch.float32)
+    packed = torch.empty((FIELDS, batch, heads, queries), dtype=torch.float32)
+    nonfinite = torch.empty((batch, heads, queries), dtype=torch.bool)
     out = None
     if value is not None:
-        out = query.new_empty((*shape, value.shape[3]), dtype=torch.float32)
-    start = packed.data_ptr()
-    flags = start + 4 * FIELDS * rows
-    if rows:
+        out = torch.empty((batch, heads, queries, value.shape[3]), dtype=torch.float32)
+    if batch and heads and queries:
         problem, _kept = _problem(
-            query, key, value, seen, terms, out, start, flags, int(statistics), ()
-        )
+            query, key, value, seen, terms, out, packed.data_ptr(), nonfinite.data_ptr(),
+            int(statistics), (),
+        )  # fmt: skip
         _loaded().scaledot_forward(problem)
-    fields = packed[: FIELDS * rows].view(FIELDS, *shape)
-    (_, mean, variance, largest, lse, entropy, _, margin, collision, jacobian, mean_key, sink_mass,
-     top, log_mass) = fields.unbind()  # fmt: skip
-    whole = fields.view(torch.int32)
+    (visible, mean, variance, largest, lse, entropy, top_key, margin, collision, jacobian, mean_key,
+     sink_mass, top, log_mass) = packed.unbind()  # fmt: skip
     stats = RowStats(
-        visible=whole[0],
-        score_mean=mean,
-        score_var=variance,
-        max_score=largest,
-        lse=lse,
-        entropy=entropy,
-        top_key=whole[6],
-        top_margin=margin,
-        collision=collision,
-        jacobian_trace=jacobian,
-        mean_key=mean_key,
-        nonfinite=packed[FIELDS * rows :].view(torch.bool)[:rows].view(shape),
-        sink_mass=None if terms.sinks is None else sink_mass,
-        kernel="native",
-    )
+        visible.view(torch.int32), mean, variance, largest, lse, entropy,
+        top_key.view(torch.int32), margin, collision, jacobian, mean_key, nonfinite,
+        None if terms.sinks is None else sink_mass, "native",
+    )  # fmt: skip
     return out, stats, top, log_mass
+
+
+def sweep(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    seen: Visibility,
+    terms: Terms,
+    factors: Sequence[float],
+) -> list[RowStats]:
+    """Row statistics at scale·factor for each factor: one run each, still far below `tiled`."""
+    return [
+        forward(query, key, None, seen, replace(terms, scale=terms.scale * factor))[1]
+        for factor in factors
+    ]
 
 
 def backward(
@@ -233,7 +259,18 @@ def backward(
     if d_query.numel() and key.shape[2]:
         addresses = tuple(
             0 if x is None else x.data_ptr()
-            for x in (d_out, level, d_entropy, top, log_mass, counted, d_query, d_key, d_value, d_bias)
+            for x in (
+                d_out,
+                level,
+                d_entropy,
+                top,
+                log_mass,
+                counted,
+                d_query,
+                d_key,
+                d_value,
+                d_bias,
+            )
         )
         strides = (0,) * 4 if d_bias is None else _array(d_bias)[2:]
         problem, _kept = _problem(
@@ -254,20 +291,29 @@ def _problem(
         raise ValueError(reason("cpu", query.dtype, terms.dropout_p > 0))
     batch, heads, queries, dim = query.shape
     kv_heads, keys = key.shape[1:3]
+    left, right = seen.left, seen.right
+    head = (
+        batch, heads, kv_heads, queries, keys, dim, 0 if value is None else value.shape[3],
+        terms.scale, terms.softcap or 0.0,
+        -math.inf if seen.bias is None else torch.finfo(seen.bias.dtype).min / 2,
+        seen.offset, -1 if left is None else left, -1 if right is None else right,
+        query.data_ptr(), DTYPES[query.dtype], *query.stride(),
+        key.data_ptr(), DTYPES[key.dtype], *key.stride(),
+    )  # fmt: skip
+    values = _NOTHING if value is None else (value.data_ptr(), DTYPES[value.dtype], *value.stride())
+    tail = (
+        0 if out is None else out.data_ptr(), rows, flags, statistics, torch.get_num_threads(),
+        *(backward or _FORWARD_ONLY),
+    )  # fmt: skip
+    dense = seen.allowed if seen.bias is None else seen.bias
+    if seen.keep is None and seen.segments is None and dense is None and terms.sinks is None:
+        return _LAYOUT.pack(*head, *values, *_NO_MASK, *tail), ()
     keep = None if seen.keep is None else seen.keep.contiguous()
     query_ids, key_ids = (None, None) if seen.segments is None else _small_ids(*seen.segments)
-    dense = seen.allowed if seen.bias is None else seen.bias
     sinks = None if terms.sinks is None else terms.sinks.detach().to(torch.float32).contiguous()
-    floor = torch.finfo(seen.bias.dtype).min / 2 if seen.bias is not None else -math.inf
     numbers = _LAYOUT.pack(
-        batch, heads, kv_heads, queries, keys, dim, 0 if value is None else value.shape[3],
-        terms.scale, terms.softcap or 0.0, floor,
-        seen.offset, -1 if seen.left is None else seen.left, -1 if seen.right is None else seen.right,
-        *_array(query), *_array(key), *_array(value),
-        *_per_key(keep), *_per_key(query_ids), *_per_key(key_ids), *_array(dense),
-        0 if sinks is None else sinks.data_ptr(), 0 if out is None else out.data_ptr(), rows, flags,
-        statistics, torch.get_num_threads(),
-        *(backward or (0,) * 14),
+        *head, *values, *_per_key(keep), *_per_key(query_ids), *_per_key(key_ids), *_array(dense),
+        0 if sinks is None else sinks.data_ptr(), *tail,
     )  # fmt: skip
     return numbers, (keep, query_ids, key_ids, dense, sinks)
 
@@ -285,7 +331,14 @@ def _array(x: Tensor | None) -> tuple[int, ...]:
 def _per_key(x: Tensor | None) -> tuple[int, ...]:
     if x is None:
         return (0,) * 6
-    return x.data_ptr(), 5 if x.dtype == torch.int32 else 3, 0 if x.shape[0] == 1 else x.shape[1], 0, 0, 1
+    return (
+        x.data_ptr(),
+        5 if x.dtype == torch.int32 else 3,
+        0 if x.shape[0] == 1 else x.shape[1],
+        0,
+        0,
+        1,
+    )
 
 
 def _small_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
