@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from oracle import inputs, masks
 
+from oracle import inputs, masks
 from scaledot import operators
 from scaledot.checks import problem
 from scaledot.dispatch import attention
@@ -19,7 +19,7 @@ KERNELS = ("native", "tiled")
 
 @pytest.fixture(autouse=True)
 def _traceable(monkeypatch):
-    """Without conftest's type checker, which dynamo cannot follow everywhere; no graphs left over."""
+    """No graphs left over, and no type checker, which dynamo cannot follow everywhere."""
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "scaledot":
             for kind in [module, *(x for x in vars(module).values() if inspect.isclass(x))]:

@@ -4,8 +4,8 @@ import doctest
 
 import pytest
 import torch
-from oracle import FLOATS, MASKS, assert_as_trace, inputs, masks
 
+from oracle import FLOATS, MASKS, assert_as_trace, inputs, masks
 from scaledot import dispatch, row_stats
 from scaledot.dispatch import attention
 

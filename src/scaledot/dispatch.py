@@ -216,8 +216,7 @@ def _rows_alone(
         rows = _run(kernel, query, key, value, seen, terms, True)[1]
         assert rows is not None  # asked for
         return rows
-    rows = operators.implementation(kernel).forward(query, key, None, seen, terms)[1]
-    return rows
+    return operators.implementation(kernel).forward(query, key, None, seen, terms)[1]
 
 
 def _traced() -> bool:
