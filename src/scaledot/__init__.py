@@ -16,6 +16,7 @@ class ScaledotError(Exception):
 
 _WHERE = {
     "attention": "dispatch",
+    "row_stats": "dispatch",
     "Mask": "masks",
     "trace": "stages",
     "Trace": "stages",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from scaledot.auditing import Audit as Audit
     from scaledot.auditing import audit as audit
     from scaledot.dispatch import attention as attention
+    from scaledot.dispatch import row_stats as row_stats
     from scaledot.heads import HeadStats as HeadStats
     from scaledot.masks import Mask as Mask
     from scaledot.observation import Observation as Observation

@@ -8,6 +8,7 @@ has two readings raises and names both.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,11 @@ class Problem:
         """Query heads that share one key and value head."""
         return self.query.shape[1] // max(self.key.shape[1], 1)
 
+    @property
+    def plain(self) -> bool:
+        """Whether the caller's own leading axes are (batch, heads), so `restore` does nothing."""
+        return self.has_heads and len(self.batch_shape) == 1
+
     def restore(self, x: Tensor) -> Tensor:
         """Give (batch, heads, …) back in the caller's own leading axes."""
         if not self.has_heads:
@@ -61,6 +67,12 @@ def problem(
     Raises: TypeError for integer or complex tensors and mixed dtypes, ValueError for shapes that
     do not fit, each naming the argument, what came and what to pass.
     """
+    if sinks is None and same_axes(query, key, value):
+        assert isinstance(query, Tensor)
+        dim = query.shape[3]
+        return Problem(
+            query, key, value, _scale(scale, dim), _softcap(softcap), None, query.shape[:1], True
+        )
     named = {"query": query, "key": key} | ({"value": value} if value is not None else {})
     for name, x in named.items():
         tensor(name, x)
@@ -128,6 +140,25 @@ def problem(
     )  # fmt: skip
 
 
+def same_axes(query: Tensor, key: Tensor, value: Tensor | None) -> bool:
+    """Whether these are float tensors of one dtype and device, of four axes that need no broadcast:
+    the common case, which need not take the time of every check."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return False
+    q, k = query.shape, key.shape
+    fit = len(q) == 4 and q[3] != 0
+    if q != k:
+        fit = fit and len(k) == 4 and q[:2] == k[:2] and q[3] == k[3]
+    v = value.shape
+    return (
+        fit
+        and (k == v or (len(v) == 4 and k[:3] == v[:3]))
+        and query.dtype == key.dtype == value.dtype
+        and query.is_floating_point()
+        and query.device == key.device == value.device
+    )
+
+
 def tensor(name: str, x: object) -> None:
     """Raise TypeError if x is no tensor."""
     if not isinstance(x, Tensor):
@@ -189,6 +220,17 @@ def dropout(p: float) -> float:
     if not 0 <= value < 1:
         raise ValueError(f"dropout_p is {value:g}: pass a probability in [0, 1)")
     return value
+
+
+def factors(factors: object) -> tuple[float, ...]:
+    """Check scale factors: one finite number or more."""
+    given = factors if isinstance(factors, Sequence) and not isinstance(factors, str) else None
+    if given is None:
+        raise TypeError(f"factors must be a list of numbers, got {type(factors).__name__}")
+    values = tuple(_number("a factor", x) for x in given)
+    if not values or not all(map(math.isfinite, values)):
+        raise ValueError(f"factors is {factors}: pass one finite number or more, as (0.5, 1, 2)")
+    return values
 
 
 def window(window: int | tuple[int, int] | None) -> tuple[int | None, int | None]:

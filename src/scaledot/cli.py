@@ -22,6 +22,7 @@ Usage: scaledot COMMAND [OPTIONS]
 
   audit    every head of a trained model, on your text
   trace    one head on one sentence, stage by stage
+  info     versions, kernels, and why one is not there
 
 Start    scaledot audit        embedded model and text, offline
 Options  --help --version --ascii --color auto|always|never
@@ -62,7 +63,16 @@ Output   --ascii   --color auto|always|never
 Example  scaledot trace "The cat sat." --layer 0 --head 2
 """
 
-_HELPS = {"scaledot": HELP, "audit": AUDIT_HELP, "trace": TRACE_HELP}
+INFO_HELP = """\
+Usage: scaledot info
+Versions, threads, and the kernels that compute attention here: for each, what it computes, or
+why it is not there.
+
+Run      SCALEDOT_ISA=baseline|avx2 in the environment forces a variant of the native kernel
+Output   --ascii   --color auto|always|never
+"""
+
+_HELPS = {"scaledot": HELP, "audit": AUDIT_HELP, "trace": TRACE_HELP, "info": INFO_HELP}
 
 
 class _Group(TyperGroup):
@@ -285,6 +295,40 @@ def _trace(
             raise InputError(f"{name} is {asked}: the text has tokens 1 to {length}")
     rows_shown, keys_shown = (part and (part[0] - 1, part[1] - 1) for part in parts.values())
     terminal.print_trace(out, doc, rows=rows_shown, keys=keys_shown)
+    return 0
+
+
+@app.command("info", cls=_Command)
+def _info(ascii: Ascii = False, color: Color = "auto") -> int:
+    out, _ = _consoles(ascii, color, False)
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    from scaledot.kernels import native
+
+    try:
+        transformers = version("transformers")
+    except PackageNotFoundError:
+        transformers = 'not there: pip install "scaledot[hf]"'
+    reason = native.available()
+    if reason is None:
+        found = native.info()
+        kernel = f"{found['isa']}, {found['threads']} threads; CPU, float32 bfloat16 float16"
+    else:
+        kernel = f"not there: {reason}"
+    for name, what in (
+        ("scaledot", __version__),
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("torch", torch.__version__),
+        ("transformers", transformers),
+        ("threads", torch.get_num_threads()),
+        ("native", kernel),
+        ("tiled", "plain torch; any device, any float, dropout"),
+        ("auto", "native where it can, else tiled" if reason is None else "tiled"),
+    ):
+        out.print(f"{name:<12}  {what}", highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

@@ -319,6 +319,10 @@ def resolve(
     keys = problem.key.shape[2]
     shape = (batch, heads, queries, keys)
     causal = checks.causal(is_causal, queries, keys)
+    device = problem.query.device
+    if attn_mask is None and window is None:
+        offset = keys - queries if causal == "bottom_right" else 0
+        return Visibility(shape, offset, None, 0 if causal else None, device=device)
     if attn_mask is not None and not isinstance(attn_mask, Mask):
         checks.mask_dtype(attn_mask, "attn_mask")
         attn_mask = Mask(dense=attn_mask)
@@ -338,7 +342,6 @@ def resolve(
     if mask.causal is not None:
         right = 0
 
-    device = problem.query.device
     keep = _keep(mask, batch, keys, device)
     segments = _segments(mask, batch, queries, keys, device)
     allowed = bias = None

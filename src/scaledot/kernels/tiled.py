@@ -15,29 +15,19 @@ gradients of lse and entropy that are folded in (docs/maths.md#backward).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from scaledot.kernels import Gradients, Terms
 from scaledot.masks import Visibility
 from scaledot.rows import EXP_ZERO, RowState, RowStats, finish, merge
 
 BLOCK = 1 << 19
 """Scores held at once: large enough to hide torch's call overhead, small enough for the cache."""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What turns ⟨q,k⟩ into weights, beside the mask."""
-
-    scale: float
-    softcap: float | None
-    sinks: Float[Tensor, " heads"] | None
-    dropout_p: float
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -50,12 +40,27 @@ class _Tile:
     number: int
 
 
+def output(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    seen: Visibility,
+    terms: Terms,
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """The output of `forward` alone."""
+    out, _, _, _ = forward(query, key, value, seen, terms)
+    assert out is not None  # there was a value
+    return out
+
+
 def forward(
     query: Float[Tensor, "batch heads queries dim"],
     key: Float[Tensor, "batch kv_heads keys dim"],
     value: Float[Tensor, "batch kv_heads keys value_dim"] | None,
     seen: Visibility,
     terms: Terms,
+    *,
+    statistics: bool = True,  # noqa: ARG001  # they cost little beside torch's own calls
 ) -> tuple[
     Float[Tensor, "batch heads queries value_dim"] | None,
     RowStats,
@@ -121,15 +126,47 @@ def forward(
     return out, stats, top, log_mass
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of the inputs, in the accumulator's dtype; bias and sinks only where asked."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    sinks: Tensor | None
+def sweep(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    seen: Visibility,
+    terms: Terms,
+    factors: Sequence[float],
+) -> list[RowStats]:
+    """Row statistics at scale·factor for each factor, over one QKᵀ."""
+    dtype = _accumulator(query)
+    batch, _, queries, _ = query.shape
+    kv_heads, group = key.shape[1], _group(query, key)
+    like = query.new_empty(0, dtype=dtype)
+    names = [f.name for f in fields(RowState)]
+    start = RowState.identity((len(factors), batch, kv_heads, group, queries), like)
+    total = RowState(**{name: getattr(start, name).clone() for name in names})
+    for tile in _tiles(query, key):
+        q0, q1 = tile.queries
+        q = _rows(query, tile, group, dtype) * terms.scale
+        part = seen.part(tile.batch, _query_heads(tile, group))
+        states = [RowState.identity((*q.shape[:3], q1 - q0), like) for _ in factors]
+        for _, k0, k1 in _key_blocks(part, tile):
+            k = key[tile.batch, tile.heads, k0:k1].to(dtype)
+            scores = _times(q, k.mT)
+            for i, factor in enumerate(factors):
+                scaled = scores * factor
+                logits, hidden, uncounted, _ = _logits(
+                    scaled, part, (q0, q1, k0, k1), group, terms.softcap
+                )
+                block, _ = RowState.of(scaled, logits, hidden, uncounted, k0)
+                states[i], _, _ = merge(states[i], block)
+        for i, state in enumerate(states):
+            for name in names:
+                where = (i, tile.batch, tile.heads, slice(None), slice(q0, q1))
+                getattr(total, name)[where] = getattr(state, name)
+    sinks = None if terms.sinks is None else terms.sinks.to(dtype)[:, None]
+    result = []
+    for i in range(len(factors)):
+        flat = RowState(**{name: getattr(total, name)[i].flatten(1, 2) for name in names})
+        own = None if sinks is None else sinks.expand_as(flat.top)
+        result.append(finish(flat, own, "tiled")[0])
+    return result
 
 
 def backward(
@@ -234,6 +271,12 @@ def _scores(q: Tensor, k: Tensor, seen: Visibility, at: tuple[int, int, int, int
             softcap: float | None):  # fmt: skip
     """A block's scaled scores, logits, what is hidden, what is uncounted, the soft-cap's slope."""
     scaled = _times(q, k.mT)
+    return scaled, *_logits(scaled, seen, at, group, softcap)
+
+
+def _logits(scaled: Tensor, seen: Visibility, at: tuple[int, int, int, int], group: int,
+            softcap: float | None):  # fmt: skip
+    """What enters softmax of a block's scaled scores, what is hidden and uncounted, the slope."""
     logits, slope = scaled, None
     if softcap is not None:
         bounded = torch.tanh(scaled / softcap)
@@ -247,11 +290,11 @@ def _scores(q: Tensor, k: Tensor, seen: Visibility, at: tuple[int, int, int, int
         if bool(low.any()):
             uncounted = low if hidden is None else low | hidden
             logits = torch.where(low & ~logits.isfinite(), 0.0, logits)
-        bias = bias.to(q.dtype).clamp(min=torch.finfo(q.dtype).min)
+        bias = bias.to(scaled.dtype).clamp(min=torch.finfo(scaled.dtype).min)
         logits = logits + bias
     if hidden is not None:
         logits = logits.masked_fill(hidden, float("-inf"))
-    return scaled, logits, hidden, uncounted, slope
+    return logits, hidden, uncounted, slope
 
 
 def _tiles(query: Tensor, key: Tensor) -> Iterator[_Tile]:

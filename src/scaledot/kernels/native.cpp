@@ -1,0 +1,1775 @@
+// softmax(Q Kᵀ · scale + mask) · V on a CPU, with exact statistics of every row, in one pass.
+//
+// The plan. Query rows sit in the lanes of vectors; keys, values and head components are read
+// where they lie and broadcast. A strip is 3 vectors of query rows (24 with AVX2):
+//
+//        Qᵀ (dim × strip)        K block (keys × dim)         Sᵀ (keys × strip)
+//        x │ q0 q1 … q23         k0 · · · · ·                 k0 │ s s s … s
+//        · │ ·  ·     ·     ×    k1 · · · · ·        →        k1 │ s s s … s     stays in L1
+//        · │ ·  ·     ·          …                            …  │
+//
+//   task = some query rows of one head; tasks are handed out by a counter, the longest first
+//     for each block of keys that a row of the task may see
+//       for each strip of rows
+//         1 scores    Sᵀ = K·Qᵀ, 4 keys × 3 vectors at a time: 12 sums in registers, and on the way
+//                     each lane's largest and its sum
+//         2 masked    only where a mask, bias or soft-cap touches the block: hidden → −inf
+//         3 moments   Σ(s − mean)² of the block, joined to the row's (Chan, Golub & LeVeque 1979)
+//         4 weights   e = exp(s − top) and Σe, Σe², Σe·(s − top), Σe·position, lane by lane:
+//                     nothing is ever summed across a vector
+//         5 output    Oᵀ += Vᵀ·e, again 12 sums in registers
+//     finish: row statistics from the sums; Oᵀ ÷ mass, turned round
+//
+// The state of a row is `RowState` of rows.py: the heaviest key is kept apart from the others' mass
+// so that 1 − p, the entropy and Σp(1−p) do not cancel. Backward recomputes Sᵀ from (top, log_mass)
+// and runs the same two products: see `backward_block`. One or two queries against many keys have no
+// lanes to fill; `decode` puts the components of a key in the lanes instead.
+//
+// Sources: Milakov & Gimelshein 2018 (arXiv:1805.02867), Rabe & Staats 2021 (arXiv:2112.05682), Dao
+// et al. 2022 (arXiv:2205.14135); exp, log and tanh after Moshier's Cephes. What differs: rows in
+// lanes, the statistics, the gradients of lse and entropy.
+//
+// This file knows no torch. It is compiled once for each instruction set, into libraries of their
+// own, and native.py loads one. Never compile it with -ffast-math: rounding by a magic number,
+// NaN and −inf all carry meaning here.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#define X86 1
+#else
+#define X86 0
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+using std::int32_t;
+using std::int64_t;
+using std::uint16_t;
+using std::uint32_t;
+using std::uint8_t;
+
+// ---------------------------------------------------------------- vectors: W floats side by side
+
+#if X86 && defined(__AVX512F__)  // for measuring only: no variant ships that our tests cannot run
+constexpr int W = 16;
+constexpr const char* ISA = "avx512";
+#elif X86 && defined(__AVX2__) && defined(__FMA__)
+constexpr int W = 8;
+constexpr const char* ISA = "avx2";
+#else
+constexpr int W = 4;
+constexpr const char* ISA = "baseline";
+#endif
+
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+constexpr bool FUSED = true;
+#else
+constexpr bool FUSED = false;
+#endif
+
+typedef float F __attribute__((vector_size(W * 4)));
+typedef int32_t I __attribute__((vector_size(W * 4)));
+
+constexpr int MAX_NV = 3;          // vectors of rows in a strip
+constexpr int R = MAX_NV * W;      // rows in a full strip
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr float LOWEST = std::numeric_limits<float>::lowest();
+
+INLINE F load(const float* p) { F v; std::memcpy(&v, p, sizeof v); return v; }
+INLINE I load(const int32_t* p) { I v; std::memcpy(&v, p, sizeof v); return v; }
+INLINE void store(float* p, F v) { std::memcpy(p, &v, sizeof v); }
+INLINE void store(int32_t* p, I v) { std::memcpy(p, &v, sizeof v); }
+
+INLINE F splat(float s) {
+#if X86 && defined(__AVX512F__)
+  return (F)_mm512_set1_ps(s);
+#elif X86 && defined(__AVX2__) && defined(__FMA__)
+  return (F)_mm256_set1_ps(s);
+#else
+  return F{s, s, s, s};
+#endif
+}
+INLINE I splat(int32_t s) {
+#if X86 && defined(__AVX512F__)
+  return (I)_mm512_set1_epi32(s);
+#elif X86 && defined(__AVX2__) && defined(__FMA__)
+  return (I)_mm256_set1_epi32(s);
+#else
+  return I{s, s, s, s};
+#endif
+}
+
+// a > b ? a : b, so that a NaN in a is dropped and one in b is kept.
+INLINE F larger(F a, F b) {
+#if X86 && defined(__AVX512F__)
+  return (F)_mm512_max_ps((__m512)a, (__m512)b);
+#elif X86 && defined(__AVX2__) && defined(__FMA__)
+  return (F)_mm256_max_ps((__m256)a, (__m256)b);
+#elif X86
+  return (F)_mm_max_ps((__m128)a, (__m128)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+INLINE bool any(I mask) {
+#if X86 && defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  int32_t bits = 0;
+  for (int i = 0; i < W; i++) bits |= mask[i];
+  return bits != 0;
+#endif
+}
+
+INLINE I isfinite(F x) { return (x - x) == F{}; }
+INLINE F where(I mask, F a, F b) { return mask ? a : b; }
+INLINE F where(I mask, F a) { return (F)((I)a & mask); }  // a or 0
+
+// Keep a loaded vector in its register: GCC would fold the load into every multiplication that uses
+// it, twelve loads where one does.
+#if X86
+#define PIN(v) asm("" : "+x"(v))
+#elif defined(__aarch64__)
+#define PIN(v) asm("" : "+w"(v))
+#else
+#define PIN(v)
+#endif
+
+// exp(z) for z ≤ 0 (a little above is fine): 2ⁿ·eʳ, n = round(z / ln 2). Below −87.7 it is exactly
+// 0, as is exp(−88), which callers put in place of anything lower. Within 1 ulp; exp(0) is exactly 1.
+constexpr float EXP_FLOOR = -88.0f;
+
+template <bool FAR = false>   // FAR: ln 2 in two parts, for 1 ulp at −87 too
+INLINE F exp_floored(F z) {
+  const F magic = splat(12582912.0f + 127.0f);  // 1.5·2²³: the sum's low bits hold n + 127
+  F shifted = z * splat(1.44269504f) + magic;
+  F n = shifted - magic;
+  F r;
+  if (FUSED && !FAR) {
+    r = z - n * splat(0.69314718f);   // off by 1.9e-9·n: below an ulp where e matters
+  } else {
+    r = (z - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
+  }
+  F p = splat(1.381454058e-03f);
+  p = p * r + splat(8.368745446e-03f);
+  p = p * r + splat(4.166838899e-02f);
+  p = p * r + splat(1.666652113e-01f);
+  p = p * r + splat(4.999999404e-01f);
+  p = p * r + splat(1.0f);
+  p = p * r + splat(1.0f);
+  return p * (F)((I)shifted << 23);
+}
+
+INLINE F exp_of(F z) { return exp_floored(larger(splat(EXP_FLOOR), z)); }
+
+// ln(x), x a positive normal number.
+INLINE F log_of(F x) {
+  I bits = (I)x;
+  I half = (bits & 0x007fffff) > 0x003504f3;  // above √2, count it to the next power of two
+  F e = __builtin_convertvector((bits >> 23) - 127 - half, F);
+  F m = (F)((bits & 0x007fffff) | (splat(0x3f800000) + (half << 23)));
+  F y = m - splat(1.0f);
+  F z = y * y;
+  F p = splat(7.0376836292e-2f);
+  p = p * y + splat(-1.1514610310e-1f);
+  p = p * y + splat(1.1676998740e-1f);
+  p = p * y + splat(-1.2420140846e-1f);
+  p = p * y + splat(1.4249322787e-1f);
+  p = p * y + splat(-1.6668057665e-1f);
+  p = p * y + splat(2.0000714765e-1f);
+  p = p * y + splat(-2.4999993993e-1f);
+  p = p * y + splat(3.3333331174e-1f);
+  p = p * y * z;
+  p = p + e * splat(-2.12194440e-4f) - splat(0.5f) * z;
+  return (y + p) + e * splat(0.693359375f);
+}
+
+// ln(1 + x), x ≥ 0, relative accuracy for small x too.
+INLINE F log1p_of(F x) {
+  F u = splat(1.0f) + x;
+  return log_of(u) + (x - (u - splat(1.0f))) / u;
+}
+
+INLINE F tanh_of(F x) {
+  F size = larger(x, -x);
+  F t = exp_of(splat(-2.0f) * size);
+  F far = (splat(1.0f) - t) / (splat(1.0f) + t);
+  far = where(x < F{}, -far, far);
+  F z = x * x;
+  F p = splat(-5.70498872745e-3f);
+  p = p * z + splat(2.06390887954e-2f);
+  p = p * z + splat(-5.37397155531e-2f);
+  p = p * z + splat(1.33314422036e-1f);
+  p = p * z + splat(-3.33332819422e-1f);
+  F near = p * z * x + x;
+  return where(size < splat(0.625f), near, far);
+}
+
+// Turn W rows of W floats into W columns.
+INLINE void transpose(F (&a)[W]) {
+#if X86 && defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  __m256 r[8], s[8];
+  for (int i = 0; i < 8; i += 2) {
+    r[i] = _mm256_unpacklo_ps((__m256)a[i], (__m256)a[i + 1]);
+    r[i + 1] = _mm256_unpackhi_ps((__m256)a[i], (__m256)a[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    s[i] = _mm256_shuffle_ps(r[i], r[i + 2], 0x44);
+    s[i + 1] = _mm256_shuffle_ps(r[i], r[i + 2], 0xee);
+    s[i + 2] = _mm256_shuffle_ps(r[i + 1], r[i + 3], 0x44);
+    s[i + 3] = _mm256_shuffle_ps(r[i + 1], r[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; i++) {
+    a[i] = (F)_mm256_permute2f128_ps(s[i], s[i + 4], 0x20);
+    a[i + 4] = (F)_mm256_permute2f128_ps(s[i], s[i + 4], 0x31);
+  }
+#elif X86 && !defined(__AVX512F__)
+  __m128 r0 = (__m128)a[0], r1 = (__m128)a[1], r2 = (__m128)a[2], r3 = (__m128)a[3];
+  _MM_TRANSPOSE4_PS(r0, r1, r2, r3);
+  a[0] = (F)r0, a[1] = (F)r1, a[2] = (F)r2, a[3] = (F)r3;
+#else
+  float t[W][W];
+  std::memcpy(t, a, sizeof t);
+  for (int i = 0; i < W; i++)
+    for (int j = 0; j < W; j++) a[i][j] = t[j][i];
+#endif
+}
+
+// ------------------------------------------------------------ the problem, as native.py packs it
+
+enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, BOOL = 3, FLOAT64 = 4, INT32 = 5 };
+
+struct Array {          // strides in elements, 0 along a broadcast axis
+  const char* data;     // null: not given
+  int64_t dtype;
+  int64_t stride[4];
+};
+
+struct Problem {
+  int64_t batch, heads, kv_heads, queries, keys, dim, value_dim;
+  double scale, softcap, floor;    // softcap 0: none; bias ≤ floor: not visible
+  int64_t offset, left, right;     // query i sees keys i+offset−left … i+offset+right; −1 unbounded
+  Array query, key, value;         // (batch, heads or kv_heads, length, dim)
+  Array keep;                      // bool (batch, –, –, keys)
+  Array query_ids, key_ids;        // int32 (batch, –, –, length)
+  Array dense;                     // bool: may attend; float: added. (batch, heads, queries, keys)
+  const float* sinks;              // (heads) or null
+  float* out;                      // (batch, heads, queries, value_dim), contiguous
+  float* rows;                     // FIELDS × (batch·heads·queries)
+  uint8_t* nonfinite;              // batch·heads·queries
+  int64_t statistics;              // 0: only what `out` and backward need
+  int64_t threads;
+  // backward
+  const float *d_out, *level, *d_entropy, *top, *log_mass;   // contiguous
+  const uint8_t* counted;                                    // 0 for a row that sees nothing
+  float *d_query, *d_key, *d_value;                          // contiguous, zeroed
+  float* d_bias;                                             // with these strides, zeroed, or null
+  int64_t d_bias_stride[4];
+};
+
+enum Field {
+  VISIBLE, MEAN, VARIANCE, LARGEST, LSE, ENTROPY, TOP_KEY, MARGIN, COLLISION, JACOBIAN, MEAN_KEY,
+  SINK_MASS, TOP, LOG_MASS, FIELDS
+};  // VISIBLE and TOP_KEY hold int32
+
+INLINE int64_t size_of(int64_t dtype) {
+  return dtype == FLOAT64 ? 8 : dtype == BOOL ? 1 : dtype == BFLOAT16 || dtype == FLOAT16 ? 2 : 4;
+}
+
+INLINE float from_bits(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }
+INLINE float widen_bfloat16(uint16_t h) { return from_bits((uint32_t)h << 16); }
+INLINE float widen_float16(uint16_t h) {
+  // Shifted into place the exponent is 112 too small; inf and NaN keep the largest exponent.
+  uint32_t size = (uint32_t)(h & 0x7fff) << 13;
+  uint32_t special = (h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;
+  float f = from_bits(size) * from_bits(0x77800000u);
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  return from_bits((special ? size | special : bits) | (uint32_t)(h & 0x8000) << 16);
+}
+
+INLINE const char* address(const Array& a, int64_t i, int64_t j, int64_t k, int64_t l) {
+  return a.data + (i * a.stride[0] + j * a.stride[1] + k * a.stride[2] + l * a.stride[3]) *
+                      size_of(a.dtype);
+}
+
+INLINE float read(const char* p, int64_t dtype) {
+  switch (dtype) {
+    case FLOAT32: { float x; std::memcpy(&x, p, 4); return x; }
+    case FLOAT64: { double x; std::memcpy(&x, p, 8); return (float)x; }
+    case BOOL: return *p ? 0.0f : -INF;   // "may attend" as a bias
+    default: {
+      uint16_t h;
+      std::memcpy(&h, p, 2);
+      return dtype == BFLOAT16 ? widen_bfloat16(h) : widen_float16(h);
+    }
+  }
+}
+
+// n elements of a row, widened to float.
+void copy_row(const Array& a, const char* row, int64_t n, float* to) {
+  if (a.stride[3] != 1) {
+    int64_t step = a.stride[3] * size_of(a.dtype);
+    for (int64_t x = 0; x < n; x++) to[x] = read(row + x * step, a.dtype);
+  } else if (a.dtype == FLOAT32) {
+    std::memcpy(to, row, n * 4);
+  } else {
+    const uint16_t* from = (const uint16_t*)row;
+    if (a.dtype == BFLOAT16)
+      for (int64_t x = 0; x < n; x++) to[x] = widen_bfloat16(from[x]);
+    else
+      for (int64_t x = 0; x < n; x++) to[x] = widen_float16(from[x]);
+  }
+}
+
+// -------------------------------------------------------------------------------------- threads
+
+typedef void (*Range)(int64_t, int64_t, void*);
+typedef int32_t (*ParallelFor)(int64_t, int64_t, int64_t, Range, void*);
+ParallelFor torch_pool = nullptr;   // torch's own pool where native.py found it
+
+template <class Body>
+void on_threads(int64_t threads, const Body& body) {
+  if (threads <= 1) {
+    body();
+    return;
+  }
+  if (torch_pool) {
+    Range run = [](int64_t begin, int64_t end, void* context) {
+      for (int64_t i = begin; i < end; i++) (*(const Body*)context)();
+    };
+    torch_pool(0, threads, 1, run, (void*)&body);
+    return;
+  }
+  std::vector<std::thread> others;
+  for (int64_t i = 1; i < threads; i++) others.emplace_back([&] { body(); });
+  body();
+  for (auto& thread : others) thread.join();
+}
+
+// Hand `tasks` out by a counter: whoever is free takes the next.
+template <class Body>
+void for_tasks(int64_t threads, int64_t tasks, const Body& body) {
+  std::atomic<int64_t> next{0};
+  on_threads(std::min(threads, tasks), [&] {
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) body(task);
+  });
+}
+
+// A thread's working memory, kept between calls: fresh pages would cost more than a small problem.
+struct Memory {
+  char* base = nullptr;
+  size_t size = 0, used = 0;
+  ~Memory() { std::free(base); }
+  void reserve(size_t bytes) {
+    used = 0;
+    if (bytes <= size) return;
+    std::free(base);
+    size = (bytes + 4095) / 4096 * 4096;
+    base = (char*)std::aligned_alloc(64, size);
+  }
+  float* floats(int64_t n) {
+    float* p = (float*)(base + used);
+    used += (n * 4 + 63) / 64 * 64 + 64;   // 64 more, so that no two arrays share a 4 KB phase
+    return p;
+  }
+};
+thread_local Memory memory;
+
+// -------------------------------------------------------------------------- the two matrix tiles
+
+template <int N> struct Int { static constexpr int value = N; };
+
+// Rows of A at a time, so that rows × NV sums fill the registers.
+template <int NV> constexpr int tile_rows() { return NV == 3 ? 4 : NV == 2 ? 6 : 8; }
+
+// Cut n rows of A into tiles: do(Int<rows>, first).
+template <int NV, class Do>
+INLINE void in_tiles(int64_t n, const Do& run) {
+  constexpr int T = tile_rows<NV>();
+  int64_t j = 0;
+  for (; j + T <= n; j += T) run(Int<T>{}, j);
+  if (T > 4 && j + 4 <= n) run(Int<4>{}, j), j += 4;
+  if (j + 2 <= n) run(Int<2>{}, j), j += 2;
+  if (j < n) run(Int<1>{}, j), j += 1;
+  if (j < n) run(Int<1>{}, j);
+}
+
+// sum[j][·] += Σ_x A[j·step_j + x·step_x] · B[x·width + ·], 0 ≤ j < T, B rows of NV vectors.
+template <int T, int NV>
+INLINE void multiply(F (&sum)[T][NV], const float* a, int64_t step_j, int64_t step_x,
+                     const float* b, int64_t width, int64_t n) {
+#pragma GCC unroll 2
+  for (int64_t x = 0; x < n; x++) {
+    F b0 = load(b), b1{}, b2{};
+    PIN(b0);
+    if (NV > 1) { b1 = load(b + W); PIN(b1); }
+    if (NV > 2) { b2 = load(b + 2 * W); PIN(b2); }
+#pragma GCC unroll 8
+    for (int j = 0; j < T; j++) {
+      F aj = splat(a[j * step_j]);
+      sum[j][0] += aj * b0;
+      if (NV > 1) sum[j][1 % NV] += aj * b1;
+      if (NV > 2) sum[j][2 % NV] += aj * b2;
+    }
+    a += step_x;
+    b += width;
+  }
+}
+
+// The same for rows of A along x, in pieces of 128: a long sum rounds more.
+template <int T, int NV>
+INLINE void multiply_rows(F (&sum)[T][NV], const float* a, int64_t lda, const float* b,
+                          int64_t width, int64_t n) {
+  constexpr int64_t PIECE = 128;
+  if (n <= PIECE) return multiply<T, NV>(sum, a, lda, 1, b, width, n);
+  for (int64_t x = 0; x < n; x += PIECE) {
+    F part[T][NV] = {};
+    multiply<T, NV>(part, a + x, lda, 1, b + x * width, width, std::min(PIECE, n - x));
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < NV; v++) sum[i][v] += part[i][v];
+  }
+}
+
+// C[j] = factor · Σ_x A[j][x]·B[x]: `a` rows of stride lda, read along x.
+template <int NV>
+INLINE void product(const float* a, int64_t lda, int64_t rows, const float* b, int64_t width,
+                    int64_t n, float factor, float* c, int64_t ldc) {
+  in_tiles<NV>(rows, [&](auto t, int64_t j) {
+    constexpr int T = decltype(t)::value;
+    F sum[T][NV] = {};
+    multiply_rows<T, NV>(sum, a + j * lda, lda, b, width, n);
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < NV; v++) store(c + (j + i) * ldc + v * W, sum[i][v] * splat(factor));
+  });
+}
+
+// C[j] += Σ_x A[j][x]·B[x].
+template <int NV>
+INLINE void add_product(const float* a, int64_t lda, int64_t rows, const float* b, int64_t width,
+                        int64_t n, float* c, int64_t ldc) {
+  in_tiles<NV>(rows, [&](auto t, int64_t j) {
+    constexpr int T = decltype(t)::value;
+    F sum[T][NV];
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < NV; v++) sum[i][v] = load(c + (j + i) * ldc + v * W);
+    multiply<T, NV>(sum, a + j * lda, lda, 1, b, width, n);
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < NV; v++) store(c + (j + i) * ldc + v * W, sum[i][v]);
+  });
+}
+
+// C[j] += Σ_x A[x][j]·B[x]: the columns of A.
+template <int NV>
+INLINE void add_transposed(const float* a, int64_t lda, int64_t columns, const float* b,
+                           int64_t width, int64_t n, float* c, int64_t ldc) {
+  in_tiles<NV>(columns, [&](auto t, int64_t j) {
+    constexpr int T = decltype(t)::value;
+    F sum[T][NV];
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < NV; v++) sum[i][v] = load(c + (j + i) * ldc + v * W);
+    multiply<T, NV>(sum, a + j, 1, lda, b, width, n);
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < NV; v++) store(c + (j + i) * ldc + v * W, sum[i][v]);
+  });
+}
+
+template <class Do>
+INLINE void with_vectors(int nv, const Do& run) {
+  if (nv == 3) run(Int<3>{});
+  else if (nv == 2) run(Int<2>{});
+  else run(Int<1>{});
+}
+
+// Rows first … first+count−1 of x (b, h) as columns: to[x][lane]. Lanes beyond count repeat the last
+// row.
+void to_columns(const Array& x, int64_t b, int64_t h, int64_t first, int64_t count, int64_t dim,
+                int lanes, float* to, float* room) {
+  for (int lane0 = 0; lane0 < lanes; lane0 += W) {
+    const float* row[W];
+    for (int i = 0; i < W; i++) {
+      int64_t r = first + std::min<int64_t>(lane0 + i, count - 1);
+      const char* p = address(x, b, h, r, 0);
+      if (x.dtype == FLOAT32 && x.stride[3] == 1) {
+        row[i] = (const float*)p;
+      } else {
+        copy_row(x, p, dim, room + i * dim);
+        row[i] = room + i * dim;
+      }
+    }
+    int64_t c = 0;
+    for (; c + W <= dim; c += W) {
+      F block[W];
+      for (int i = 0; i < W; i++) block[i] = load(row[i] + c);
+      transpose(block);
+      for (int i = 0; i < W; i++) store(to + (c + i) * lanes + lane0, block[i]);
+    }
+    for (; c < dim; c++)
+      for (int i = 0; i < W; i++) to[c * lanes + lane0 + i] = row[i][c];
+  }
+}
+
+// The reverse: columns from[x][lane], lane by lane times factor[lane], as `count` rows. True if a
+// result is not finite where its factor is.
+bool to_rows(const float* from, int lanes, int64_t count, int64_t dim, const float* factor,
+             float* to, int64_t stride) {
+  I found{};
+  for (int lane0 = 0; lane0 < lanes && lane0 < count; lane0 += W) {
+    int n = (int)std::min<int64_t>(W, count - lane0);
+    F f = load(factor + lane0), poison = F{};
+    int64_t c = 0;
+    for (; c + W <= dim; c += W) {
+      F block[W];
+      for (int i = 0; i < W; i++) {
+        block[i] = load(from + (c + i) * lanes + lane0) * f;
+        poison += block[i] - block[i];
+      }
+      transpose(block);
+      for (int i = 0; i < n; i++) store(to + (lane0 + i) * stride + c, block[i]);
+    }
+    for (; c < dim; c++) {
+      F column = load(from + c * lanes + lane0) * f;
+      poison += column - column;
+      for (int i = 0; i < n; i++) to[(lane0 + i) * stride + c] = column[i];
+    }
+    found |= ~(poison == F{}) & isfinite(f);
+  }
+  return any(found);
+}
+
+// --------------------------------------------------------------------------- strips, blocks, masks
+
+// The state of R rows: rows.py's RowState, one array a field.
+struct alignas(64) State {
+  float top[R], rest[R], rest_sq[R], rest_log[R], rest_pos[R], count[R], peak[R], mean[R], m2[R];
+  int32_t key[R];
+  void clear() {
+    std::memset(this, 0, sizeof *this);
+    for (int i = 0; i < R; i++) top[i] = peak[i] = -INF, key[i] = -1;
+  }
+};
+
+// A strip: up to R query rows of one head.
+struct alignas(64) Strip {
+  State state;
+  int32_t lo[R], hi[R], ids[R];       // keys lo … hi by causality and window; document id
+  int64_t lo_min, lo_max, hi_min, hi_max;
+  int32_t id_min, id_max;
+  int64_t batch, head, first, count;  // `count` rows from `first` on
+  int nv;                             // vectors in use
+  float *qt, *ot;                     // Qᵀ (dim × lanes), Oᵀ (value_dim × lanes)
+  bool seen_any[R];                   // careful pass: the row has a visible key
+};
+
+void place(const Problem& p, Strip& s, int64_t b, int64_t h, int64_t first, int64_t count) {
+  s.batch = b, s.head = h, s.first = first, s.count = count;
+  s.nv = (int)((count + W - 1) / W);
+  s.lo_min = s.hi_min = p.keys, s.lo_max = s.hi_max = -1;
+  s.id_min = std::numeric_limits<int32_t>::max(), s.id_max = std::numeric_limits<int32_t>::min();
+  const int32_t* ids = (const int32_t*)(p.query_ids.data ? address(p.query_ids, b, 0, 0, 0) : nullptr);
+  for (int i = 0; i < s.nv * W; i++) {
+    int64_t row = first + std::min<int64_t>(i, count - 1), at = row + p.offset;
+    int64_t lo = p.left < 0 ? 0 : std::max<int64_t>(0, at - p.left);
+    int64_t hi = p.right < 0 ? p.keys - 1 : std::min(p.keys - 1, at + p.right);
+    lo = std::min(lo, p.keys), hi = std::max<int64_t>(hi, -1);
+    s.lo[i] = (int32_t)lo, s.hi[i] = (int32_t)hi;
+    s.lo_min = std::min(s.lo_min, lo), s.lo_max = std::max(s.lo_max, lo);
+    s.hi_min = std::min(s.hi_min, hi), s.hi_max = std::max(s.hi_max, hi);
+    if (ids) {
+      s.ids[i] = ids[row];
+      s.id_min = std::min(s.id_min, s.ids[i]), s.id_max = std::max(s.id_max, s.ids[i]);
+    }
+  }
+}
+
+// A block of keys k0 … k1−1 of one kv head.
+struct Block {
+  int64_t k0, k1;
+  const float *k, *v;           // row of key k0
+  int64_t ldk, ldv;
+  const uint8_t* keep;          // of key 0, or null: all of this block are kept
+  const int32_t* ids;           // of key 0, or null
+  int32_t id_min, id_max;
+  const float* wrong;           // careful pass: 1 where v was not finite (v is 0 there), else null
+};
+
+// Which keys of a block all rows of a strip see plainly: [plain0, plain1) within [a, b).
+struct Cut {
+  int64_t a, b, plain0, plain1;
+  bool ids;                     // documents must be compared key by key
+};
+
+INLINE Cut cut(const Problem& p, const Strip& s, const Block& block) {
+  Cut c;
+  c.a = std::max(block.k0, s.lo_min);
+  c.b = std::min(block.k1, s.hi_max + 1);
+  c.ids = block.ids && !(s.id_min == s.id_max && block.id_min == block.id_max && s.id_min == block.id_min);
+  if (c.ids && (s.id_max < block.id_min || block.id_max < s.id_min)) c.b = c.a;   // other documents
+  bool plain = !p.dense.data && p.softcap == 0 && !block.keep && !c.ids;
+  c.plain0 = plain ? std::max(c.a, s.lo_max) : c.a;
+  c.plain1 = plain ? std::min(c.b, s.hi_min + 1) : c.a;
+  if (c.plain0 >= c.plain1) c.plain0 = c.plain1 = c.a;
+  return c;
+}
+
+// The mask tensor's part for keys from … to−1 and a strip's rows, as columns: a bias, −inf hidden.
+template <int NV>
+void dense_columns(const Problem& p, const Strip& s, int64_t from, int64_t to, float* out) {
+  const Array& m = p.dense;
+  int64_t size = size_of(m.dtype), step = m.stride[3] * size;
+  if (m.stride[2] == 0) {   // one row for all queries
+    const char* row = address(m, s.batch, s.head, 0, from);
+    for (int64_t j = 0; j < to - from; j++) {
+      F bias = splat(read(row + j * step, m.dtype));
+      for (int v = 0; v < NV; v++) store(out + j * NV * W + v * W, bias);
+    }
+    return;
+  }
+  for (int v = 0; v < NV; v++) {
+    const char* row[W];
+    for (int i = 0; i < W; i++) {
+      int64_t r = s.first + std::min<int64_t>(v * W + i, s.count - 1);
+      row[i] = address(m, s.batch, s.head, r, from);
+    }
+    float* column = out + v * W;
+    int64_t j = 0;
+    if (m.stride[3] == 1 && m.dtype == FLOAT32) {
+      for (; j + W <= to - from; j += W) {
+        F block[W];
+        for (int i = 0; i < W; i++) block[i] = load((const float*)row[i] + j);
+        transpose(block);
+        for (int i = 0; i < W; i++) store(column + (j + i) * NV * W, block[i]);
+      }
+    }
+#if X86 && defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+    if (m.stride[3] == 1 && m.dtype == BOOL) {
+      for (; j + W <= to - from; j += W) {
+        F block[W];
+        for (int i = 0; i < W; i++) {
+          __m256i allowed = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(row[i] + j)));
+          block[i] = where((I)allowed == 0, splat(-INF));
+        }
+        transpose(block);
+        for (int i = 0; i < W; i++) store(column + (j + i) * NV * W, block[i]);
+      }
+    }
+#endif
+    for (; j < to - from; j++)
+      for (int i = 0; i < W; i++) column[j * NV * W + i] = read(row[i] + j * step, m.dtype);
+  }
+}
+
+// What a block of keys adds to each lane before the weights are known.
+template <int NV> struct Gathered {
+  F top[NV], peak[NV], sum[NV], count[NV];   // largest logit; of counted scores: largest, Σ, number
+};
+
+struct Buffers {       // each keys × lanes of one strip
+  float* raw;          // scaled scores; after `masked`, −inf where not counted
+  float* logits;       // what enters softmax, then e; the same array as raw unless both are needed
+  float* bias;
+  float* slope;        // backward with soft-cap: d capped / d scaled
+};
+
+// Apply soft-cap, bias and everything that hides to keys from … to−1; row 0 of the buffers is key a.
+template <int NV>
+void masked(const Problem& p, const Strip& s, const Block& block, const Cut& c, int64_t from,
+            int64_t to, const Buffers& w, Gathered<NV>& g) {
+  const int64_t width = NV * W;
+  const bool dense = p.dense.data, capped = p.softcap != 0, apart = w.raw != w.logits;
+  if (dense) dense_columns<NV>(p, s, from, to, w.bias + (from - c.a) * width);
+  const F cap = splat((float)p.softcap), inverse = splat(capped ? (float)(1 / p.softcap) : 0.0f);
+  const F floor = splat((float)p.floor), hidden = splat(-INF);
+  for (int v = 0; v < NV; v++) {
+    const I lo = load(s.lo + v * W), hi = load(s.hi + v * W), ids = load(s.ids + v * W);
+    F top = g.top[v], peak = g.peak[v], sum = g.sum[v], count = g.count[v];
+    for (int64_t j = from; j < to; j++) {
+      const int64_t at = (j - c.a) * width + v * W;
+      I visible = ~((lo > splat((int32_t)j)) | (hi < splat((int32_t)j)));
+      if (block.keep && !block.keep[j]) visible = I{};
+      if (c.ids) visible &= ids == splat(block.ids[j]);
+      F score = load(w.raw + at), logit = score;
+      if (capped) {
+        F bounded = tanh_of(score * inverse);
+        logit = cap * bounded;
+        if (w.slope) store(w.slope + at, splat(1.0f) - bounded * bounded);
+      }
+      I counted = visible;
+      if (dense) {
+        F bias = load(w.bias + at);
+        visible &= bias != hidden;
+        I low = bias <= floor;
+        counted = visible & ~low;
+        logit = where(low & ~isfinite(logit), F{}, logit) + larger(splat(LOWEST), bias);
+        sum += where(counted, logit - logit);   // NaN if a visible logit is not finite
+      }
+      sum += where(counted, score);
+      count += where(counted, splat(1.0f));
+      F shown = where(counted, score, hidden);
+      peak = larger(shown, peak);
+      logit = where(visible, logit, hidden);
+      top = larger(logit, top);
+      if (apart) store(w.raw + at, shown);
+      store(w.logits + at, logit);
+    }
+    g.top[v] = top, g.peak[v] = peak, g.sum[v] = sum, g.count[v] = count;
+  }
+}
+
+// Sᵀ of keys a … b−1, with the lanes' largest and sum over the plain ones; the masked ones after.
+template <int NV>
+INLINE void scores(const Problem& p, const Strip& s, const Block& block, const Cut& c,
+                   const Buffers& w, Gathered<NV>& g) {
+  const int64_t width = NV * W;
+  const float* k = block.k - block.k0 * block.ldk;
+  for (int v = 0; v < NV; v++) {
+    g.top[v] = g.peak[v] = splat(-INF);
+    g.sum[v] = F{};
+    g.count[v] = splat((float)(c.plain1 - c.plain0));
+  }
+  // The scale multiplies the sum, once: in q it would round every component.
+  const F scale = splat((float)p.scale);
+  float* plain = w.raw + (c.plain0 - c.a) * width;
+  in_tiles<NV>(c.plain1 - c.plain0, [&](auto t, int64_t j) {
+    constexpr int T = decltype(t)::value;
+    F sum[T][NV] = {};
+    multiply_rows<T, NV>(sum, k + (c.plain0 + j) * block.ldk, block.ldk, s.qt, width, p.dim);
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < NV; v++) {
+        F score = sum[i][v] * scale;
+        store(plain + (j + i) * width + v * W, score);
+        g.top[v] = larger(score, g.top[v]);
+        g.sum[v] += score;
+      }
+  });
+  for (int v = 0; v < NV; v++) g.peak[v] = g.top[v];
+  const int64_t parts[2][2] = {{c.a, c.plain0}, {c.plain1, c.b}};
+  for (auto& [from, to] : parts) {
+    if (from >= to) continue;
+    product<NV>(k + from * block.ldk, block.ldk, to - from, s.qt, width, p.dim, (float)p.scale,
+                w.raw + (from - c.a) * width, width);
+    masked<NV>(p, s, block, c, from, to, w, g);
+  }
+}
+
+// ------------------------------------------------------------------------------- forward, a block
+
+// Where the careful pass found a value that is not finite, every lane that attends to it is spoilt.
+template <int NV>
+void spoil(const Problem& p, Strip& s, const Block& block, const Cut& c, const Buffers& w) {
+  const int64_t width = NV * W;
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (int64_t j = c.a; j < c.b; j++) {
+    const float* wrong = block.wrong + (j - block.k0) * p.value_dim;
+    if (std::find(wrong, wrong + p.value_dim, 1.0f) == wrong + p.value_dim) continue;
+    for (int i = 0; i < width; i++) {
+      int64_t at = (j - c.a) * width + i;
+      bool attends = w.logits[at] != -INF;
+      // A key hidden by a finfo.min bias is attended to only by a row that sees nothing else.
+      if (p.dense.data && s.seen_any[i] && w.bias[at] <= (float)p.floor) attends = false;
+      if (!attends) continue;
+      for (int64_t x = 0; x < p.value_dim; x++)
+        if (wrong[x] != 0) s.ot[x * width + i] = nan;
+    }
+  }
+}
+
+template <int NV, bool STATS>
+void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers& w) {
+  const Cut c = cut(p, s, block);
+  if (c.a >= c.b) return;
+  const int64_t width = NV * W, n = c.b - c.a;
+  const bool all_plain = c.plain0 == c.a && c.plain1 == c.b;
+  State& state = s.state;
+  Gathered<NV> g;
+  scores<NV>(p, s, block, c, w, g);
+  if (block.wrong) spoil<NV>(p, s, block, c, w);
+
+  I something{};
+  for (int v = 0; v < NV; v++) {
+    // Mean and Σ(s − mean)² of the block, joined to the row's.
+    F count = load(state.count + v * W), mean = load(state.mean + v * W);
+    F here = g.sum[v] / larger(g.count[v], splat(1.0f));
+    F both = count + g.count[v];
+    F weight = g.count[v] / larger(both, splat(1.0f));
+    F gap = here - mean;
+    if (STATS) {
+      const float* raw = w.raw + v * W;
+      // Sums of 16, then of those: a long sum of small squares beside a large one rounds away.
+      F m2{};
+      for (int64_t j = 0; j < n;) {
+        F even{}, odd{};
+        const int64_t end = std::min(j + 16, n);
+        if (all_plain)
+          for (; j + 1 < end; j += 2) {   // two sums: one would wait for itself
+            F d = load(raw + j * width) - here, e = load(raw + (j + 1) * width) - here;
+            even += d * d;
+            odd += e * e;
+          }
+        for (; j < end; j++) {
+          F x = load(raw + j * width);
+          F d = where(x != splat(-INF), x - here);
+          even += d * d;
+        }
+        m2 += even + odd;
+      }
+      store(state.m2 + v * W, load(state.m2 + v * W) + m2 + gap * gap * (count * weight));
+      store(state.peak + v * W, larger(g.peak[v], load(state.peak + v * W)));
+    }
+    store(state.mean + v * W, mean + gap * weight);
+    store(state.count + v * W, both);
+    something |= g.top[v] > splat(-INF);
+  }
+  if (!any(something)) return;   // every key hidden
+
+  int64_t blanked[R];
+  int blanks = 0;
+  for (int v = 0; v < NV; v++) {
+    F top = load(state.top + v * W);
+    I grew = g.top[v] > top;
+    if (!any(grew)) continue;
+    // The old top key joins the rest with mass 1, the rest shrinks by f, and so does the output.
+    F shift = larger(splat(EXP_FLOOR), where(grew, top - g.top[v]));
+    F f = exp_floored(shift);
+    I key = load(state.key + v * W);
+    F own = where(grew & (key >= 0), splat(1.0f));
+    F mass = load(state.rest + v * W) + own;
+    store(state.rest + v * W, f * mass);
+    if (STATS) {
+      F log = load(state.rest_log + v * W), sq = load(state.rest_sq + v * W);
+      F pos = load(state.rest_pos + v * W);
+      store(state.rest_log + v * W, f * (log + shift * mass));
+      store(state.rest_sq + v * W, f * f * (sq + own));
+      store(state.rest_pos + v * W, f * (pos + own * __builtin_convertvector(key, F)));
+    }
+    for (int64_t x = 0; x < p.value_dim; x++) {
+      float* o = s.ot + x * width + v * W;
+      store(o, load(o) * f);
+    }
+    // The new top key, the first of equals. Its e is left out of the sums, then set to 1.
+    I index{}, position = splat((int32_t)n);
+#pragma GCC unroll 4
+    for (int64_t j = n - 1; j >= 0; j--) {
+      position -= 1;
+      I same = load(w.logits + j * width + v * W) == g.top[v];
+      index = same ? position : index;
+    }
+    store(state.key + v * W, grew ? index + splat((int32_t)c.a) : key);
+    store(state.top + v * W, where(grew, g.top[v], top));
+    for (int i = 0; i < W; i++)
+      if (grew[i]) blanked[blanks++] = index[i] * width + v * W + i;
+  }
+  for (int i = 0; i < blanks; i++) w.logits[blanked[i]] = -INF;
+
+  for (int v = 0; v < NV; v++) {
+    F top = load(state.top + v * W);
+    top = where(top == splat(-INF), F{}, top);
+    F rest{}, sq{}, log{}, pos{}, position{};
+    float* column = w.logits + v * W;
+    for (int64_t j = 0; j < n;) {   // sums of 32, then of those: equal terms all round one way
+      F some{}, some_sq{}, some_log{}, some_pos{};
+      const int64_t end = std::min(j + 32, n);
+#pragma GCC unroll 2
+      for (; j < end; j++) {
+        F z = larger(splat(EXP_FLOOR), load(column + j * width) - top);
+        F e = exp_floored(z);
+        store(column + j * width, e);
+        some += e;
+        if (STATS) {
+          some_sq += e * e;
+          some_log += e * z;
+          some_pos += e * position;
+          position += splat(1.0f);
+        }
+      }
+      rest += some, sq += some_sq, log += some_log, pos += some_pos;
+    }
+    store(state.rest + v * W, load(state.rest + v * W) + rest);
+    if (STATS) {
+      store(state.rest_sq + v * W, load(state.rest_sq + v * W) + sq);
+      store(state.rest_log + v * W, load(state.rest_log + v * W) + log);
+      store(state.rest_pos + v * W,
+            load(state.rest_pos + v * W) + pos + rest * splat((float)c.a));
+    }
+  }
+  if (p.value_dim == 0) return;
+  for (int i = 0; i < blanks; i++) w.logits[blanked[i]] = 1.0f;
+  add_transposed<NV>(block.v + (c.a - block.k0) * block.ldv, block.ldv, p.value_dim, w.logits, width,
+                     n, s.ot, width);
+}
+
+// ------------------------------------------------------------------------------------- finishing
+
+constexpr float MARGIN_LIMIT = 87.0f;
+
+// Row statistics from the state, as `finish` of rows.py; also each row's 1 ÷ mass for the output.
+template <bool STATS>
+void finish(const Problem& p, const State& state, int64_t row, int64_t count, float* inverse) {
+  const F one = splat(1.0f), nan = splat(std::numeric_limits<float>::quiet_NaN());
+  const int64_t total_rows = p.batch * p.heads * p.queries;
+  for (int v = 0; v * W < count; v++) {
+    const int64_t here = std::min<int64_t>(W, count - v * W);
+    auto put = [&](Field field, auto x) {
+      std::memcpy(p.rows + field * total_rows + row + v * W, &x, here * 4);
+    };
+    F top = load(state.top + v * W), rest = load(state.rest + v * W);
+    F seen = load(state.count + v * W), mean = load(state.mean + v * W);
+    F peak = load(state.peak + v * W);
+    I key = load(state.key + v * W);
+    F sq = load(state.rest_sq + v * W), log = load(state.rest_log + v * W);
+    F all = rest, all_sq = sq, all_log = log;             // the sink counted in
+    F log_others = log_of(larger(rest, splat(1.1754944e-38f)));
+    F log_mass, lse, f = one, sink{};
+    I sink_wins{};
+    if (p.sinks) {
+      for (int i = 0; i < W; i++) {
+        const int64_t r = std::min(row + v * W + i, total_rows - 1);
+        sink[i] = p.sinks[r / p.queries % p.heads];
+      }
+      F gap = sink - top;                                 // the smaller of the two is e^−|gap|
+      sink_wins = gap > F{};
+      F shift = larger(splat(EXP_FLOOR), where(sink_wins, -gap, gap));
+      f = exp_floored<true>(shift);
+      F own = where(key >= 0, one), mass = rest + own;
+      all = where(sink_wins, f * mass, rest + f);
+      all_sq = where(sink_wins, f * f * (sq + own), sq + f * f);
+      all_log = where(sink_wins, f * (log + shift * mass), log + f * shift);
+      log_others = where(sink_wins, gap + log1p_of(rest * f),
+                         log_of(larger(rest + f, splat(1.1754944e-38f))));
+      F log_all = log1p_of(all);
+      log_mass = where(sink_wins, gap, F{}) + log_all;
+      lse = where(sink_wins, sink, top) + log_all;
+    } else {
+      log_mass = log1p_of(rest);
+      lse = top + log_mass;
+    }
+    I none = key < 0, empty = seen == F{};
+    I bad = ~empty & ~(isfinite(lse) & isfinite(mean) & (STATS ? isfinite(peak) : ~I{}));
+    I nothing = empty | bad;
+    if (p.sinks) bad |= ~empty & ~(sink < splat(INF));
+    nothing |= bad;
+    F total = one + all;
+    F scaling = where(sink_wins, f, one) / total;
+    store(inverse + v * W, where(bad, nan, where(none, F{}, scaling)));
+
+    put(VISIBLE, __builtin_convertvector(seen, I));
+    put(LSE, where(empty, p.sinks ? sink : splat(-INF), where(bad, nan, lse)));
+    put(TOP, top);
+    put(LOG_MASS, where(bad, nan, where(none, F{}, log_mass)));   // NaN spoils the gradients too
+    uint8_t* flag = p.nonfinite + row + v * W;
+    for (int64_t i = 0; i < here; i++) flag[i] = bad[i] != 0;
+    if (!STATS) continue;
+    auto defined = [&](F x) { return where(nothing, nan, x); };
+    F margin = -log_others;
+    margin = where(margin < splat(MARGIN_LIMIT), margin, splat(MARGIN_LIMIT));
+    F square = total * total;
+    put(MEAN, defined(mean));
+    put(VARIANCE, defined(load(state.m2 + v * W) / seen));
+    put(LARGEST, defined(peak));
+    put(ENTROPY, defined(log1p_of(all) - all_log / total));
+    put(TOP_KEY, nothing ? splat(-1) : key);
+    put(MARGIN, defined(margin));
+    put(COLLISION, defined((one + all_sq) / square));
+    put(JACOBIAN, defined((splat(2.0f) * all + all * all - all_sq) / square));
+    F position = __builtin_convertvector(key, F) + load(state.rest_pos + v * W);
+    put(MEAN_KEY, defined(position / (one + rest)));
+    if (p.sinks) put(SINK_MASS, defined(where(sink_wins, one, f) / total));
+  }
+}
+
+// ------------------------------------------------------------------------------- forward, a task
+
+struct Plan {
+  int64_t rows, keys;        // query rows of a task, keys of a block
+  bool copy;                 // K and V blocks are copied first: strided, half precision, few rows
+};
+
+Plan plan_for(const Problem& p) {
+  Plan plan;
+  auto in_place = [&](const Array& x, int64_t dim) {
+    return x.dtype == FLOAT32 && x.stride[3] == 1 && x.stride[2] <= dim;
+  };
+  bool readable = in_place(p.key, p.dim) && (p.value_dim == 0 || in_place(p.value, p.value_dim));
+  const int64_t widest = std::max(p.dim, p.value_dim);
+  plan.copy = !readable || widest > 128 || p.queries <= 2 * R;
+  plan.keys = widest <= 128 ? 128 : 64;
+  int64_t strips = p.queries <= 256 && !plan.copy ? 2 : plan.copy || widest > 64 ? 8 : 4;
+  static const char* tune = std::getenv("SCALEDOT_TUNE");
+  if (tune) {
+    int s, k, c;
+    if (std::sscanf(tune, "%d,%d,%d", &s, &k, &c) == 3) strips = s, plan.keys = k, plan.copy = c || !readable;
+  }
+  plan.rows = strips * R;
+  return plan;
+}
+
+struct Workspace {
+  Buffers buffers;
+  float *k, *v, *wrong, *room;
+};
+
+// Copy or point at keys k0 … k1−1 of one kv head; what the masks say of the block as a whole.
+// False: nobody sees any of it.
+bool fetch(const Problem& p, const Plan& plan, const Workspace& w, int64_t b, int64_t kv,
+           int64_t k0, int64_t k1, bool careful, Block& block) {
+  block.k0 = k0, block.k1 = k1;
+  block.keep = nullptr, block.ids = nullptr, block.wrong = nullptr;
+  block.id_min = block.id_max = 0;
+  if (p.keep.data) {
+    const uint8_t* keep = (const uint8_t*)address(p.keep, b, 0, 0, 0);
+    const void* none = std::memchr(keep + k0, 0, k1 - k0);
+    const void* some = std::memchr(keep + k0, 1, k1 - k0);
+    if (!some) return false;
+    if (none) block.keep = keep;
+  }
+  if (p.key_ids.data) {
+    block.ids = (const int32_t*)address(p.key_ids, b, 0, 0, 0);
+    auto ends = std::minmax_element(block.ids + k0, block.ids + k1);
+    block.id_min = *ends.first, block.id_max = *ends.second;
+  }
+  if (plan.copy) {
+    for (int64_t j = k0; j < k1; j++)
+      copy_row(p.key, address(p.key, b, kv, j, 0), p.dim, w.k + (j - k0) * p.dim);
+    block.k = w.k, block.ldk = p.dim;
+  } else {
+    block.k = (const float*)address(p.key, b, kv, k0, 0), block.ldk = p.key.stride[2];
+  }
+  block.v = nullptr, block.ldv = 0;
+  if (p.value_dim == 0) return true;
+  if (plan.copy || careful) {
+    for (int64_t j = k0; j < k1; j++)
+      copy_row(p.value, address(p.value, b, kv, j, 0), p.value_dim, w.v + (j - k0) * p.value_dim);
+    block.v = w.v, block.ldv = p.value_dim;
+  } else {
+    block.v = (const float*)address(p.value, b, kv, k0, 0), block.ldv = p.value.stride[2];
+  }
+  if (careful) {
+    for (int64_t i = 0; i < (k1 - k0) * p.value_dim; i++) {
+      w.wrong[i] = !std::isfinite(w.v[i]);
+      if (w.wrong[i] != 0) w.v[i] = 0;
+    }
+    block.wrong = w.wrong;
+  }
+  return true;
+}
+
+// Rows first … first+count−1 of head h: all keys. True if some output that no score spoils is not
+// finite: V holds NaN or inf, which must matter to rows that attend to it only, so look carefully.
+template <bool STATS>
+bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int64_t first,
+                  int64_t count, bool careful, Strip* strips, const Workspace& w) {
+  const int64_t kv = h / (p.heads / p.kv_heads);
+  const int64_t n = (count + R - 1) / R;
+  int64_t begin = p.keys, end = 0;
+  for (int64_t i = 0; i < n; i++) {
+    Strip& s = strips[i];
+    place(p, s, b, h, first + i * R, std::min<int64_t>(R, count - i * R));
+    if (careful)
+      for (int j = 0; j < R; j++) s.seen_any[j] = s.state.count[j] > 0;
+    s.state.clear();
+    to_columns(p.query, b, h, s.first, s.count, p.dim, s.nv * W, s.qt, w.room);
+    std::memset(s.ot, 0, p.value_dim * s.nv * W * 4);
+    begin = std::min(begin, s.lo_min), end = std::max(end, s.hi_max + 1);
+  }
+  begin -= begin % plan.keys;
+  for (int64_t k0 = begin; k0 < end; k0 += plan.keys) {
+    Block block;
+    if (!fetch(p, plan, w, b, kv, k0, std::min(k0 + plan.keys, end), careful, block)) continue;
+    for (int64_t i = 0; i < n; i++)
+      with_vectors(strips[i].nv, [&](auto nv) {
+        forward_block<decltype(nv)::value, STATS>(p, strips[i], block, w.buffers);
+      });
+  }
+  bool suspicious = false;
+  for (int64_t i = 0; i < n; i++) {
+    Strip& s = strips[i];
+    const int64_t row = (b * p.heads + h) * p.queries + s.first;
+    float inverse[R];
+    finish<STATS>(p, s.state, row, s.count, inverse);
+    if (p.value_dim == 0) continue;
+    suspicious |= to_rows(s.ot, s.nv * W, s.count, p.value_dim, inverse, p.out + row * p.value_dim,
+                          p.value_dim);
+    for (int64_t j = 0; j < s.count; j++)   // a row without keys is 0 whatever V holds
+      if (s.state.key[j] < 0 && inverse[j] == 0)
+        std::memset(p.out + (row + j) * p.value_dim, 0, p.value_dim * 4);
+  }
+  return suspicious;
+}
+
+Workspace workspace(const Problem& p, const Plan& plan, int64_t strip_count, Strip*& strips) {
+  const int64_t lanes = plan.keys * R, rows = strip_count * R;
+  memory.reserve((rows * (p.dim + p.value_dim) + 4 * lanes + plan.keys * (p.dim + 2 * p.value_dim) +
+                  W * (p.dim + p.value_dim)) * 4 + strip_count * sizeof(Strip) + 64 * 128);
+  Workspace w;
+  strips = (Strip*)memory.floats(strip_count * sizeof(Strip) / 4);
+  w.buffers.raw = memory.floats(lanes);
+  bool apart = p.softcap != 0 || (p.dense.data && p.dense.dtype != BOOL);
+  w.buffers.logits = apart ? memory.floats(lanes) : w.buffers.raw;
+  w.buffers.bias = p.dense.data ? memory.floats(lanes) : nullptr;
+  w.buffers.slope = nullptr;
+  w.k = memory.floats(plan.keys * p.dim);
+  w.v = memory.floats(plan.keys * p.value_dim);
+  w.wrong = memory.floats(plan.keys * p.value_dim);
+  w.room = memory.floats(W * (p.dim + p.value_dim));
+  for (int64_t i = 0; i < strip_count; i++) {
+    strips[i].qt = memory.floats(R * p.dim);
+    strips[i].ot = memory.floats(R * p.value_dim);
+  }
+  return w;
+}
+
+template <bool STATS>
+void forward(const Problem& p) {
+  const Plan plan = plan_for(p);
+  const int64_t pieces = (p.queries + plan.rows - 1) / plan.rows, heads = p.batch * p.heads;
+  for_tasks(p.threads, pieces * heads, [&](int64_t task) {
+    // Under causality the last rows see most: they go first.
+    const int64_t piece = pieces - 1 - task / heads, b = task % heads / p.heads, h = task % p.heads;
+    const int64_t first = piece * plan.rows, count = std::min(plan.rows, p.queries - first);
+    Strip* strips;
+    Workspace w = workspace(p, plan, (count + R - 1) / R, strips);
+    if (forward_rows<STATS>(p, plan, b, h, first, count, false, strips, w))
+      forward_rows<STATS>(p, plan, b, h, first, count, true, strips, w);
+  });
+}
+
+// -------------------------------------------------------------------------------------- backward
+//
+// dS = p·(dP − level − dH·ln p) is with respect to what enters softmax; level = δ − dlse + dH·H comes
+// from native.py, row by row. For one head, with Sᵀ and dPᵀ (keys × strip) in L1:
+//
+//   for each block of keys, for each 4 strips of rows
+//     for each strip      Sᵀ = K·Qᵀ    dPᵀ = V·dOᵀ    p, dS lane by lane    dQᵀ += Kᵀ·dSᵀ
+//     for all 4 at once   dV += Pᵀ·dO  dK += dSᵀ·Q
+//
+// dK and dV of a block belong to one task; dQ is summed over the blocks of a task, and where a head
+// is cut into several tasks, over tasks in a fixed order: the result depends on the number of
+// threads only.
+
+constexpr int GROUP = 4;                    // strips that share a pass over dK and dV
+constexpr int64_t ROWS_AT_ONCE = GROUP * R;
+constexpr int64_t BACKWARD_KEYS = 96;
+
+struct Gradient {                           // a task's working memory
+  Strip* strips;                            // of one head; ot holds dOᵀ
+  float *dqt;                               // of each strip: dim × R
+  float *q_rows, *g_rows;                   // Q·scale and dO, cut into chunks of up to 3 vectors
+  float *dp, *p, *ds;                       // dPᵀ of a strip; Pᵀ and dSᵀ of 4 strips
+  float *k_safe;                            // K with zeros for NaN and inf
+  float *dk, *dv;                           // keys × dim rounded up to vectors
+  bool careful;
+};
+
+INLINE int64_t vectors(int64_t dim) { return (dim + W - 1) / W; }
+
+// Cut n vectors into chunks of up to 3, as even as can be: run(first, number).
+template <class Do>
+INLINE void in_chunks(int64_t n, const Do& run) {
+  const int64_t chunks = (n + MAX_NV - 1) / MAX_NV;
+  for (int64_t i = 0, first = 0; i < chunks; i++) {
+    const int64_t number = n / chunks + (i < n % chunks);
+    run(first, (int)number);
+    first += number;
+  }
+}
+
+bool all_finite(const float* x, int64_t n) {
+  F poison{};
+  int64_t i = 0;
+  for (; i + W <= n; i += W) poison += load(x + i) - load(x + i);
+  bool fine = !any(~(poison == F{}));
+  for (; i < n; i++) fine &= std::isfinite(x[i]);
+  return fine;
+}
+
+void make_safe(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] = std::isfinite(x[i]) ? x[i] : 0.0f;
+}
+
+// Rows of x as chunks: all rows of the first vectors, then of the next.
+void to_chunks(const float* row, int64_t r, int64_t rows, int64_t dim, float scale, float* to) {
+  in_chunks(vectors(dim), [&](int64_t first, int nv) {
+    float* chunk = to + first * W * rows + r * nv * W;
+    for (int64_t c = 0; c < nv * W; c++) {
+      int64_t x = first * W + c;
+      chunk[c] = x < dim ? row[x] * scale : 0.0f;
+    }
+  });
+}
+
+// p and dS of one strip and keys a … b−1 into columns `lane0` of the group's buffers.
+template <int NV>
+void strip_gradient(const Problem& p, const Strip& s, const Block& block, const Cut& c,
+                    const Buffers& w, const Gradient& m, int64_t lane0, int64_t lanes) {
+  const int64_t width = NV * W, n = c.b - c.a;
+  const float* k = block.k + (c.a - block.k0) * block.ldk;
+  const float* value = block.v + (c.a - block.k0) * block.ldv;
+  product<NV>(k, block.ldk, n, s.qt, width, p.dim, (float)p.scale, w.raw, width);
+  Gathered<NV> unused{};
+  if (c.plain0 > c.a) masked<NV>(p, s, block, c, c.a, c.plain0, w, unused);
+  if (c.b > c.plain1) masked<NV>(p, s, block, c, c.plain1, c.b, w, unused);
+  product<NV>(value, block.ldv, n, s.ot, width, p.value_dim, 1.0f, m.dp, width);
+
+  const bool all_plain = c.plain0 == c.a && c.plain1 == c.b;
+  const F floor = splat((float)p.floor);
+  for (int v = 0; v < NV; v++) {
+    const F top = load(s.state.top + v * W), log_mass = load(s.state.rest_log + v * W);
+    const F level = load(s.state.mean + v * W), d_entropy = load(s.state.m2 + v * W);
+    const I wrong = load(s.state.key + v * W), counted = load(s.state.count + v * W) != F{};
+    float* p_out = m.p + (c.a - block.k0) * lanes + lane0 + v * W;
+    float* ds_out = m.ds + (c.a - block.k0) * lanes + lane0 + v * W;
+    for (int64_t j = 0; j < n; j++) {
+      const int64_t at = j * width + v * W;
+      F logit = load(w.logits + at);
+      F z = larger(splat(EXP_FLOOR), (logit - top) - log_mass);
+      F weight = exp_floored(z);
+      if (m.careful) weight = wrong ? splat(std::numeric_limits<float>::quiet_NaN()) : weight;
+      F ds = weight * (load(m.dp + at) - level - d_entropy * z);
+      if (!all_plain) {
+        I visible = logit != splat(-INF);
+        // Only a row that sees nothing attends to what a finfo.min bias leaves it.
+        if (p.dense.data) visible &= ~((load(w.bias + at) <= floor) & counted);
+        weight = where(visible, weight);
+        ds = where(visible, ds);
+      }
+      store(p_out + j * lanes, weight);
+      store(ds_out + j * lanes, ds);
+    }
+  }
+  if (p.d_bias) {
+    for (int64_t i = 0; i < s.count; i++) {
+      float* to = p.d_bias + s.batch * p.d_bias_stride[0] + s.head * p.d_bias_stride[1] +
+                  (s.first + i) * p.d_bias_stride[2];
+      const float* from = m.ds + (c.a - block.k0) * lanes + lane0 + i;
+      for (int64_t j = 0; j < n; j++) to[(c.a + j) * p.d_bias_stride[3]] += from[j * lanes];
+    }
+  }
+  if (w.slope) {
+    for (int64_t j = 0; j < n; j++)
+      for (int v = 0; v < NV; v++) {
+        float* ds = m.ds + (c.a - block.k0 + j) * lanes + lane0 + v * W;
+        F slope = load(w.slope + j * width + v * W), d = load(ds);
+        store(ds, where(d != F{}, d * slope));   // what is hidden has d = 0, and any slope
+      }
+  }
+}
+
+// All rows of head h against every `step`-th block of keys from block `part` on.
+void backward_head(const Problem& p, const Plan& plan, int64_t b, int64_t h, int64_t part,
+                   int64_t step, const Workspace& w, const Gradient& m, float* d_query) {
+  const int64_t kv = h / (p.heads / p.kv_heads), strips = (p.queries + R - 1) / R;
+  const int64_t row0 = (b * p.heads + h) * p.queries, dim = p.dim, value_dim = p.value_dim;
+  int64_t begin = p.keys, end = 0;
+  for (int64_t i = 0; i < strips; i++) {
+    Strip& s = m.strips[i];
+    place(p, s, b, h, i * R, std::min<int64_t>(R, p.queries - i * R));
+    const int lanes = s.nv * W;
+    to_columns(p.query, b, h, s.first, s.count, dim, lanes, s.qt, w.room);
+    Array d_out{(const char*)(p.d_out + row0 * value_dim), FLOAT32, {0, 0, value_dim, 1}};
+    to_columns(d_out, 0, 0, s.first, s.count, value_dim, lanes, s.ot, w.room);
+    std::memset(m.dqt + i * R * dim, 0, lanes * dim * 4);
+    begin = std::min(begin, s.lo_min), end = std::max(end, s.hi_max + 1);
+    for (int64_t j = 0; j < lanes; j++) {
+      const int64_t row = row0 + s.first + std::min(j, s.count - 1);
+      const float* g = p.d_out + row * value_dim;
+      s.state.top[j] = p.top[row] == -INF ? 0.0f : p.top[row];
+      s.state.rest_log[j] = p.log_mass[row];
+      s.state.mean[j] = p.level[row];
+      s.state.m2[j] = p.d_entropy ? p.d_entropy[row] : 0.0f;
+      s.state.count[j] = p.counted[row];
+      s.state.key[j] = m.careful && !all_finite(g, value_dim) ? -1 : 0;
+      if (j >= s.count) continue;
+      copy_row(p.query, address(p.query, b, h, s.first + j, 0), dim, w.room);
+      if (m.careful) make_safe(w.room, dim);
+      to_chunks(w.room, s.first + j, p.queries, dim, (float)p.scale, m.q_rows);
+      std::memcpy(w.room, g, value_dim * 4);
+      if (m.careful) make_safe(w.room, value_dim);
+      to_chunks(w.room, s.first + j, p.queries, value_dim, 1.0f, m.g_rows);
+    }
+  }
+  const int64_t k_width = vectors(dim) * W, v_width = vectors(value_dim) * W;
+  begin -= begin % plan.keys;
+  for (int64_t k0 = begin; k0 < end; k0 += plan.keys) {
+    if (k0 / plan.keys % step != part) continue;
+    Block block;
+    if (!fetch(p, plan, w, b, kv, k0, std::min(k0 + plan.keys, p.keys), false, block)) continue;
+    const int64_t keys = block.k1 - k0;
+    const float* k_safe = block.k;
+    int64_t ld_safe = block.ldk;
+    if (m.careful) {
+      std::memcpy(m.k_safe, w.k, keys * dim * 4);
+      make_safe(m.k_safe, keys * dim);
+      k_safe = m.k_safe, ld_safe = dim;
+    }
+    std::memset(m.dk, 0, keys * k_width * 4);
+    std::memset(m.dv, 0, keys * v_width * 4);
+    for (int64_t g0 = 0; g0 < strips; g0 += GROUP) {
+      const int64_t g1 = std::min<int64_t>(g0 + GROUP, strips);
+      const int64_t first_row = m.strips[g0].first;
+      const int64_t lanes = m.strips[g1 - 1].first + m.strips[g1 - 1].nv * W - first_row;
+      int64_t used0 = g1, used1 = g0;       // strips that see the block
+      for (int64_t i = g0; i < g1; i++) {
+        Strip& s = m.strips[i];
+        const Cut c = cut(p, s, block);
+        const int64_t lane0 = s.first - first_row, width = s.nv * W;
+        if (c.a < c.b) used0 = std::min(used0, i), used1 = i + 1;
+        const int64_t a = c.a < c.b ? c.a : block.k1, end_seen = c.a < c.b ? c.b : block.k1;
+        for (int64_t j = 0; j < keys; j++) {   // what the strip does not see of the block is 0
+          if (j == a - k0) j = end_seen - k0;
+          if (j >= keys) break;
+          std::memset(m.p + j * lanes + lane0, 0, width * 4);
+          std::memset(m.ds + j * lanes + lane0, 0, width * 4);
+        }
+        if (c.a >= c.b) continue;
+        with_vectors(s.nv, [&](auto nv) {
+          constexpr int NV = decltype(nv)::value;
+          strip_gradient<NV>(p, s, block, c, w.buffers, m, lane0, lanes);
+          add_transposed<NV>(k_safe + (c.a - k0) * ld_safe, ld_safe, dim,
+                             m.ds + (c.a - k0) * lanes + lane0, lanes, c.b - c.a,
+                             m.dqt + i * R * dim, width);
+        });
+      }
+      if (used0 >= used1) continue;
+      const int64_t r0 = m.strips[used0].first, lane0 = r0 - first_row;
+      const int64_t rows = m.strips[used1 - 1].first + m.strips[used1 - 1].count - r0;
+      auto accumulate = [&](const float* weights, const float* chunks, int64_t width, float* to) {
+        in_chunks(width / W, [&](int64_t first, int nv) {
+          with_vectors(nv, [&](auto n) {
+            constexpr int NV = decltype(n)::value;
+            add_product<NV>(weights + lane0, lanes, keys,
+                            chunks + first * W * p.queries + r0 * NV * W, NV * W, rows,
+                            to + first * W, width);
+          });
+        });
+      };
+      accumulate(m.p, m.g_rows, v_width, m.dv);
+      accumulate(m.ds, m.q_rows, k_width, m.dk);
+    }
+    const int64_t key_row = (b * p.kv_heads + kv) * p.keys + k0;
+    for (int64_t j = 0; j < keys; j++) {
+      float *dk = p.d_key + (key_row + j) * dim, *dv = p.d_value + (key_row + j) * value_dim;
+      for (int64_t x = 0; x < dim; x++) dk[x] += m.dk[j * k_width + x];
+      for (int64_t x = 0; x < value_dim; x++) dv[x] += m.dv[j * v_width + x];
+    }
+  }
+  float scale[R];
+  std::fill(scale, scale + R, (float)p.scale);
+  for (int64_t i = 0; i < strips; i++) {
+    const Strip& s = m.strips[i];
+    to_rows(m.dqt + i * R * dim, s.nv * W, s.count, dim, scale, d_query + s.first * dim, dim);
+  }
+}
+
+// An input of this kv head holds NaN or inf: 0 · NaN must then be kept out of every product.
+bool unsafe(const Problem& p, int64_t b, int64_t kv, float* room) {
+  auto rows_finite = [&](const Array& x, int64_t head, int64_t rows, int64_t dim) {
+    for (int64_t i = 0; i < rows; i++) {
+      const char* row = address(x, b, head, i, 0);
+      const float* values = (const float*)row;
+      if (x.dtype != FLOAT32 || x.stride[3] != 1) copy_row(x, row, dim, room), values = room;
+      if (!all_finite(values, dim)) return false;
+    }
+    return true;
+  };
+  if (!rows_finite(p.key, kv, p.keys, p.dim) || !rows_finite(p.value, kv, p.keys, p.value_dim)) return true;
+  const int64_t group = p.heads / p.kv_heads;
+  for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+    if (!rows_finite(p.query, h, p.queries, p.dim)) return true;
+    const float* g = p.d_out + (b * p.heads + h) * p.queries * p.value_dim;
+    if (!all_finite(g, p.queries * p.value_dim)) return true;
+  }
+  return false;
+}
+
+void backward(const Problem& p) {
+  const int64_t heads = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
+  int64_t threads = p.threads;
+  // A bias shared by heads is summed by one thread, so that nothing races and the order is fixed.
+  if (p.d_bias && ((p.d_bias_stride[0] == 0 && p.batch > 1) || (p.d_bias_stride[1] == 0 && p.heads > 1) ||
+                   p.d_bias_stride[3] == 0))
+    threads = 1;
+  const int64_t parts = heads % threads == 0 || heads >= 4 * threads ? 1 : threads;
+  const int64_t size = p.batch * p.heads * p.queries * p.dim;
+  std::vector<float> partial((parts - 1) * size);
+  for_tasks(threads, heads * parts, [&](int64_t task) {
+    const int64_t b = task / parts / p.kv_heads, kv = task / parts % p.kv_heads, part = task % parts;
+    Plan plan = plan_for(p);
+    plan.keys = BACKWARD_KEYS;
+    const int64_t strips = (p.queries + R - 1) / R, k_width = vectors(p.dim) * W;
+    const int64_t v_width = vectors(p.value_dim) * W, lanes = plan.keys * R;
+    const int64_t floats =
+        strips * R * (2 * p.dim + p.value_dim) + p.queries * (k_width + v_width) + 6 * lanes +
+        2 * plan.keys * ROWS_AT_ONCE + plan.keys * (2 * p.dim + p.value_dim + k_width + v_width) +
+        W * (p.dim + p.value_dim);
+    memory.reserve(floats * 4 + strips * sizeof(Strip) + (2 * strips + 40) * 128);
+    Workspace w;
+    Gradient m;
+    m.strips = (Strip*)memory.floats(strips * sizeof(Strip) / 4);
+    for (int64_t i = 0; i < strips; i++) {
+      m.strips[i].qt = memory.floats(R * p.dim);
+      m.strips[i].ot = memory.floats(R * p.value_dim);
+    }
+    m.dqt = memory.floats(strips * R * p.dim);
+    m.q_rows = memory.floats(p.queries * k_width);
+    m.g_rows = memory.floats(p.queries * v_width);
+    w.buffers.raw = w.buffers.logits = memory.floats(lanes);
+    w.buffers.bias = p.dense.data ? memory.floats(lanes) : nullptr;
+    w.buffers.slope = p.softcap != 0 ? memory.floats(lanes) : nullptr;
+    m.dp = memory.floats(lanes);
+    m.p = memory.floats(plan.keys * ROWS_AT_ONCE);
+    m.ds = memory.floats(plan.keys * ROWS_AT_ONCE);
+    m.k_safe = memory.floats(plan.keys * p.dim);
+    m.dk = memory.floats(plan.keys * k_width);
+    m.dv = memory.floats(plan.keys * v_width);
+    w.k = memory.floats(plan.keys * p.dim);
+    w.v = memory.floats(plan.keys * p.value_dim);
+    w.wrong = nullptr;
+    w.room = memory.floats(W * (p.dim + p.value_dim));
+    m.careful = unsafe(p, b, kv, w.room);
+    plan.copy |= m.careful;
+    float* d_query = part == 0 ? p.d_query : partial.data() + (part - 1) * size;
+    for (int64_t h = kv * group; h < (kv + 1) * group; h++)
+      backward_head(p, plan, b, h, part, parts, w, m,
+                    d_query + (b * p.heads + h) * p.queries * p.dim);
+  });
+  if (parts == 1) return;
+  constexpr int64_t PIECE = 1 << 14;
+  for_tasks(threads, (size + PIECE - 1) / PIECE, [&](int64_t task) {
+    const int64_t from = task * PIECE, to = std::min(from + PIECE, size);
+    for (int64_t part = 0; part + 1 < parts; part++)
+      for (int64_t i = from; i < to; i++) p.d_query[i] += partial[part * size + i];
+  });
+}
+
+// ---------------------------------------------------------------------------------------- decode
+//
+// One or two queries against many keys: reading K and V once is all the work, so a row of K lies in
+// the lanes, and the keys are cut into chunks that threads take; `merge` joins the chunks' states as
+// rows.py does.
+
+constexpr int DECODE_ROWS = 8;        // query rows (heads of a group × queries) of a task
+constexpr int64_t DECODE_KEYS = 256;  // keys of a block
+
+// Join state b, lane j, of later keys into a, lane i: the factors that rescale each side's output.
+void merge(State& a, int i, const State& b, int j, float& fa, float& fb) {
+  const bool a_first = !(b.top[j] > a.top[i]) && (a.key[i] >= 0 || b.key[j] < 0);
+  const float top = a_first ? a.top[i] : b.top[j];
+  auto factor = [&](float own_top, float& shift) {
+    shift = own_top == -INF || own_top == top ? 0.0f : own_top - top;
+    shift = shift < EXP_FLOOR ? EXP_FLOOR : shift;
+    return own_top == -INF || shift == EXP_FLOOR ? 0.0f : std::exp(shift);
+  };
+  float shift_a, shift_b;
+  fa = factor(a.top[i], shift_a), fb = factor(b.top[j], shift_b);
+  // The side that loses the top gives its own top key, mass 1, to the rest.
+  const float own_a = !a_first && a.key[i] >= 0, own_b = a_first && b.key[j] >= 0;
+  const float mass_a = a.rest[i] + own_a, mass_b = b.rest[j] + own_b;
+  const float count = a.count[i] + b.count[j], gap = b.mean[j] - a.mean[i];
+  const float weight = b.count[j] / std::max(count, 1.0f);
+  a.rest_log[i] = fa * (a.rest_log[i] + shift_a * mass_a) + fb * (b.rest_log[j] + shift_b * mass_b);
+  a.rest_sq[i] = (a.rest_sq[i] + own_a) * fa * fa + (b.rest_sq[j] + own_b) * fb * fb;
+  a.rest_pos[i] = fa * (a.rest_pos[i] + own_a * a.key[i]) + fb * (b.rest_pos[j] + own_b * b.key[j]);
+  a.rest[i] = mass_a * fa + mass_b * fb;
+  a.m2[i] += b.m2[j] + gap * gap * (a.count[i] * weight);
+  a.mean[i] += gap * weight;
+  a.count[i] = count;
+  a.peak[i] = std::max(a.peak[i], b.peak[j]);
+  a.top[i] = top;
+  if (!a_first) a.key[i] = b.key[j];
+}
+
+INLINE float sum_of(F x) {
+  float s = 0;
+  for (int i = 0; i < W; i++) s += x[i];
+  return s;
+}
+
+// Scores of W keys, rows of k, with one query of `n` whole vectors and `rest` more components.
+INLINE F score_keys(const float* const (&k)[W], const float* q, int64_t n, int64_t rest) {
+  F sum[W] = {};
+  for (int64_t x = 0; x < n * W; x += W) {
+    F qx = load(q + x);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) sum[i] += load(k[i] + x) * qx;
+  }
+  if (rest) {
+    F qx = load(q + n * W);   // padded with zeros
+    for (int i = 0; i < W; i++) {
+      F kx{};
+      std::memcpy(&kx, k[i] + n * W, rest * 4);
+      sum[i] += kx * qx;
+    }
+  }
+  transpose(sum);
+  F total = sum[0];
+  for (int i = 1; i < W; i++) total += sum[i];
+  return total;
+}
+
+// out[x] += Σ_j e[j]·V[j][x] for N vectors of x.
+template <int N>
+INLINE void add_values(const float* v, int64_t ldv, const float* e, int64_t n, float* out) {
+  F sum[N];
+  for (int i = 0; i < N; i++) sum[i] = load(out + i * W);
+  for (int64_t j = 0; j < n; j++) {
+    F ej = splat(e[j]);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) sum[i] += load(v + j * ldv + i * W) * ej;
+  }
+  for (int i = 0; i < N; i++) store(out + i * W, sum[i]);
+}
+
+// One row of scores of a block (raw = logits where nothing is capped or added): apply masks.
+void masked_row(const Problem& p, const Block& block, int64_t b, int64_t h, int64_t i, float* raw,
+                float* logits, float& poison) {
+  const int64_t at = i + p.offset;
+  const int64_t lo = p.left < 0 ? 0 : at - p.left, hi = p.right < 0 ? p.keys : at + p.right;
+  const int32_t* ids = p.query_ids.data ? (const int32_t*)address(p.query_ids, b, 0, 0, 0) : nullptr;
+  const char* dense = p.dense.data ? address(p.dense, b, h, i, block.k0) : nullptr;
+  const int64_t step = p.dense.stride[3] * size_of(p.dense.dtype);
+  for (int64_t j = block.k0; j < block.k1; j++) {
+    const int64_t x = j - block.k0;
+    float logit = raw[x];
+    if (p.softcap != 0) logit = (float)p.softcap * std::tanh(logit / (float)p.softcap);
+    bool visible = j >= lo && j <= hi && !(block.keep && !block.keep[j]) && !(ids && ids[i] != block.ids[j]);
+    bool counted = visible;
+    if (dense) {
+      const float bias = read(dense + x * step, p.dense.dtype);
+      visible &= bias != -INF;
+      const bool low = bias <= (float)p.floor;
+      counted = visible && !low;
+      if (low && !std::isfinite(logit)) logit = 0;
+      logit += bias < LOWEST ? LOWEST : bias;
+      if (counted) poison += logit - logit;
+    }
+    if (!counted) raw[x] = -INF;
+    logits[x] = visible ? logit : -INF;
+  }
+}
+
+// The state of one row over one block of n keys (both arrays padded with −inf to whole vectors);
+// logits become e, the top key's 1.
+template <bool STATS>
+void summarise(float* raw, float* logits, int64_t n, int64_t k0, float poison, State& s, int lane) {
+  F top = splat(-INF), peak = top, sum{}, count{};
+  for (int64_t j = 0; j < n; j += W) {
+    F x = load(raw + j);
+    I counted = x != splat(-INF);
+    peak = larger(x, peak);
+    top = larger(load(logits + j), top);
+    sum += where(counted, x);
+    count += where(counted, splat(1.0f));
+  }
+  float best = -INF, high = -INF;
+  for (int i = 0; i < W; i++) best = std::max(best, top[i]), high = std::max(high, peak[i]);
+  s.top[lane] = best, s.peak[lane] = high, s.key[lane] = -1;
+  s.count[lane] = sum_of(count);
+  s.mean[lane] = (sum_of(sum) + poison) / std::max(s.count[lane], 1.0f);
+  s.rest[lane] = s.rest_sq[lane] = s.rest_log[lane] = s.rest_pos[lane] = s.m2[lane] = 0;
+  const F mean = splat(s.mean[lane]);
+  F m2{};
+  for (int64_t j = 0; STATS && j < n; j += W) {
+    F x = load(raw + j), d = where(x != splat(-INF), x - mean);
+    m2 += d * d;
+  }
+  int64_t key = -1;
+  if (best > -INF) {
+    key = std::find(logits, logits + n, best) - logits;
+    s.key[lane] = (int32_t)(k0 + key);
+    logits[key] = -INF;
+  }
+  const F base = splat(best > -INF ? best : 0.0f);
+  F rest{}, sq{}, log{}, pos{}, position{};
+  for (int i = 0; i < W; i++) position[i] = (float)i;
+  for (int64_t j = 0; j < n; j += W) {
+    F z = larger(splat(EXP_FLOOR), load(logits + j) - base);
+    F e = exp_floored(z);
+    store(logits + j, e);
+    rest += e;
+    if (STATS) {
+      sq += e * e;
+      log += e * z;
+      pos += e * position;
+      position += splat((float)W);
+    }
+  }
+  s.rest[lane] = sum_of(rest);
+  if (STATS) {
+    s.m2[lane] = sum_of(m2), s.rest_sq[lane] = sum_of(sq), s.rest_log[lane] = sum_of(log);
+    s.rest_pos[lane] = sum_of(pos) + s.rest[lane] * (float)k0;
+  }
+  if (key >= 0) logits[key] = 1.0f;
+}
+
+// Join the chunks of rows row … row+n−1, finish them and write their output.
+template <bool STATS>
+void finish_decode(const Problem& p, State* states, float* out, int64_t chunks, int64_t room,
+                   int64_t row, int n) {
+  const int64_t b = row / p.queries / p.heads;
+  State& state = states[0];
+  for (int64_t c = 1; c < chunks; c++)
+    for (int r = 0; r < n; r++) {
+      float fa, fb;
+      merge(state, r, states[c], r, fa, fb);
+      for (int64_t x = r * p.value_dim; x < (r + 1) * p.value_dim; x++)
+        out[x] = out[x] * fa + out[c * room + x] * fb;
+    }
+  float inverse[R];
+  finish<STATS>(p, state, row, n, inverse);
+  bool suspicious = false;
+  for (int r = 0; r < n && p.value_dim; r++) {
+    float* to = p.out + (row + r) * p.value_dim;
+    float poison = 0;
+    for (int64_t x = 0; x < p.value_dim; x++) {
+      to[x] = out[r * p.value_dim + x] * inverse[r];
+      poison += to[x] - to[x];
+    }
+    suspicious |= poison != 0 && std::isfinite(inverse[r]);
+  }
+  if (!suspicious) return;
+  const Plan plan = plan_for(p);
+  for (int64_t first = row; first < row + n;) {   // head by head, as V's NaN asks for
+    const int64_t i = first % p.queries, h = first / p.queries % p.heads;
+    const int64_t count = std::min(p.queries - i, row + n - first);
+    Strip* strips;
+    Workspace w = workspace(p, plan, (count + R - 1) / R, strips);
+    if (forward_rows<STATS>(p, plan, b, h, i, count, false, strips, w))
+      forward_rows<STATS>(p, plan, b, h, i, count, true, strips, w);
+    first += count;
+  }
+}
+
+template <bool STATS>
+void decode(const Problem& p) {
+  auto in_place = [](const Array& x) { return x.dtype == FLOAT32 && x.stride[3] == 1; };
+  Plan plan;
+  plan.copy = !in_place(p.key) || (p.value_dim && !in_place(p.value));
+  plan.keys = DECODE_KEYS;
+  const int64_t rows = p.heads / p.kv_heads * p.queries;    // of one kv head, contiguous
+  const int64_t row_pieces = (rows + DECODE_ROWS - 1) / DECODE_ROWS, units = p.batch * p.kv_heads * row_pieces;
+  // Chunks of whole blocks, enough of them for every thread to have several.
+  int64_t blocks = (p.keys + DECODE_KEYS - 1) / DECODE_KEYS;
+  int64_t wanted = std::min(blocks, std::max<int64_t>((4 * p.threads + units - 1) / units, (blocks + 7) / 8));
+  if (p.threads == 1) wanted = 1;
+  const int64_t chunk = (blocks + wanted - 1) / std::max<int64_t>(wanted, 1) * DECODE_KEYS;
+  const int64_t chunks = std::max<int64_t>((p.keys + chunk - 1) / std::max<int64_t>(chunk, 1), 1);
+  const int64_t padded = vectors(p.dim) * W, room = DECODE_ROWS * p.value_dim;
+  std::vector<State> states(units * chunks);
+  std::vector<float> outs(units * chunks * room);
+  std::vector<std::atomic<int64_t>> finished(units);
+  for_tasks(p.threads, units * chunks, [&](int64_t task) {
+    const int64_t unit = task / chunks, first = unit % row_pieces * DECODE_ROWS;
+    const int64_t b = unit / row_pieces / p.kv_heads, kv = unit / row_pieces % p.kv_heads;
+    const int n = (int)std::min<int64_t>(DECODE_ROWS, rows - first);
+    const int64_t head0 = kv * (p.heads / p.kv_heads);
+    memory.reserve((DECODE_KEYS * (p.dim + 2 * p.value_dim + 2) + DECODE_ROWS * padded) * 4 + 4096);
+    Workspace w;
+    w.k = memory.floats(DECODE_KEYS * p.dim);
+    w.v = memory.floats(DECODE_KEYS * p.value_dim);
+    float* query = memory.floats(DECODE_ROWS * padded);
+    float *raw = memory.floats(DECODE_KEYS), *logits = memory.floats(DECODE_KEYS);
+    if (p.softcap == 0 && (!p.dense.data || p.dense.dtype == BOOL)) logits = raw;
+    State& state = states[task];
+    State block_state;
+    float* out = outs.data() + task * room;
+    state.clear();
+    for (int r = 0; r < n; r++) {
+      const int64_t h = head0 + (first + r) / p.queries, i = (first + r) % p.queries;
+      float* q = query + r * padded;
+      copy_row(p.query, address(p.query, b, h, i, 0), p.dim, q);
+      for (int64_t x = 0; x < padded; x++) q[x] = x < p.dim ? q[x] : 0.0f;
+    }
+    const int64_t begin = task % chunks * chunk, end = std::min(begin + chunk, p.keys);
+    for (int64_t k0 = begin; k0 < end; k0 += DECODE_KEYS) {
+      Block block;
+      if (!fetch(p, plan, w, b, kv, k0, std::min(k0 + DECODE_KEYS, end), false, block)) continue;
+      const int64_t keys = block.k1 - k0, whole = (keys + W - 1) / W * W;
+      for (int r = 0; r < n; r++) {
+        const int64_t h = head0 + (first + r) / p.queries, i = (first + r) % p.queries;
+        for (int64_t j = 0; j < keys; j += W) {
+          const float* k[W];
+          for (int64_t t = 0; t < W; t++) k[t] = block.k + std::min(j + t, keys - 1) * block.ldk;
+          store(raw + j, score_keys(k, query + r * padded, p.dim / W, p.dim % W) * splat((float)p.scale));
+        }
+        const int64_t at = i + p.offset;
+        float poison = 0;
+        if (p.dense.data || p.softcap != 0 || block.keep || block.ids ||
+            (p.left >= 0 && at - p.left > k0) || (p.right >= 0 && at + p.right < block.k1 - 1))
+          masked_row(p, block, b, h, i, raw, logits, poison);
+        for (int64_t j = keys; j < whole; j++) raw[j] = logits[j] = -INF;
+        summarise<STATS>(raw, logits, whole, k0, poison, block_state, 0);
+        float fa, fb;
+        merge(state, r, block_state, 0, fa, fb);
+        if (p.value_dim == 0) continue;
+        float* o = out + r * p.value_dim;
+        if (fa != 1)
+          for (int64_t x = 0; x < p.value_dim; x++) o[x] *= fa;
+        if (fb != 1)
+          for (int64_t j = 0; j < keys; j++) logits[j] *= fb;
+        int64_t x = 0;
+        for (; x + 8 * W <= p.value_dim; x += 8 * W) add_values<8>(block.v + x, block.ldv, logits, keys, o + x);
+        for (; x + 4 * W <= p.value_dim; x += 4 * W) add_values<4>(block.v + x, block.ldv, logits, keys, o + x);
+        for (; x + W <= p.value_dim; x += W) add_values<1>(block.v + x, block.ldv, logits, keys, o + x);
+        for (int64_t j = 0; x < p.value_dim && j < keys; j++)
+          for (int64_t y = x; y < p.value_dim; y++) o[y] += logits[j] * block.v[j * block.ldv + y];
+      }
+    }
+    // Whoever finishes a unit's last chunk joins them, in order.
+    if (finished[unit].fetch_add(1) + 1 == chunks)
+      finish_decode<STATS>(p, &states[unit * chunks], outs.data() + unit * chunks * room, chunks,
+                           room, (b * p.kv_heads + kv) * rows + first, n);
+  });
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------ what is seen
+
+#define PUBLIC extern "C" __attribute__((visibility("default")))
+
+PUBLIC const char* scaledot_isa() { return ISA; }
+PUBLIC int64_t scaledot_problem_size() { return sizeof(Problem); }
+PUBLIC void scaledot_use_pool(void* parallel_for) { torch_pool = (ParallelFor)parallel_for; }
+
+PUBLIC int64_t scaledot_supports_avx2() {
+#if X86
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+  return 0;
+#endif
+}
+
+// The machine's peak: `times` × 12 independent multiply-adds of a vector. Returns the flops done.
+PUBLIC int64_t scaledot_peak(int64_t times, float* out) {
+  F sum[12], a = splat(0.999f), b = splat(0.001f);
+  for (int i = 0; i < 12; i++) sum[i] = splat((float)i);
+  for (int64_t t = 0; t < times; t++) {
+    PIN(a);
+    PIN(b);
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; i++) sum[i] = sum[i] * a + b;
+  }
+  for (int i = 0; i < 12; i++) store(out + i * W, sum[i]);
+  return times * 12 * W * 2;
+}
+
+PUBLIC void scaledot_forward(const Problem* p) {
+  const bool few = p->keys >= 32 && (p->queries <= 2 || (p->queries <= 16 && p->batch * p->heads < p->threads));
+  if (p->statistics) few ? decode<true>(*p) : forward<true>(*p);
+  else few ? decode<false>(*p) : forward<false>(*p);
+}
+PUBLIC void scaledot_backward(const Problem* p) { backward(*p); }

@@ -1,0 +1,354 @@
+"""The CPU kernel in C++ (native.cpp): output and statistics in one pass, forward and backward.
+
+This module finds the compiled libraries beside itself, picks one for this processor, describes a
+problem to it in one struct, and gives its results as `RowStats`. `SCALEDOT_ISA=baseline` or `avx2`
+forces a variant. `available()` says in one line why there is none, and nothing else here may be
+called then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from scaledot.kernels import Gradients, Terms
+from scaledot.masks import Visibility
+from scaledot.rows import RowStats
+
+FIELDS = 14
+"""Statistics a row in the packed result, in the order of native.cpp's `enum Field`."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MASK_DTYPES = DTYPES | {torch.bool: 3, torch.float64: 4}
+_VARIANTS = ("avx2", "baseline")
+_LAYOUT = struct.Struct("=7q3d3q42q6q10q4q")
+_NOTHING, _NO_MASK, _FORWARD_ONLY = (0,) * 6, (0,) * 25, (0,) * 14
+
+
+class _Missing(Exception):
+    pass
+
+
+@cache
+def _library() -> ctypes.CDLL | str:
+    """The variant for this processor, or the one that SCALEDOT_ISA names; or why there is none."""
+    try:
+        return _load()
+    except _Missing as reason:
+        return str(reason)
+
+
+def _load() -> ctypes.CDLL:
+    folder = Path(__file__).parent
+    wanted = os.environ.get("SCALEDOT_ISA", "")
+    if wanted and wanted not in _VARIANTS:
+        raise _Missing(f"SCALEDOT_ISA is {wanted!r}: pass one of {', '.join(_VARIANTS)}")
+    found = {v: path for v in _VARIANTS if (path := folder / f"native_{v}.so").exists()}
+    if "baseline" not in found:
+        raise _Missing("it was not compiled: no C++ compiler was found when scaledot was installed")
+    try:
+        library = _open(found["baseline"])
+        if not wanted:
+            wanted = "avx2" if library.scaledot_supports_avx2() and "avx2" in found else "baseline"
+        if wanted == "avx2":
+            if not library.scaledot_supports_avx2() or "avx2" not in found:
+                raise _Missing(
+                    "SCALEDOT_ISA is 'avx2', which this processor or build does not have"
+                )
+            library = _open(found["avx2"])
+    except OSError as error:
+        raise _Missing(f"its library does not load: {error}") from None
+    if library.scaledot_problem_size() != _LAYOUT.size:
+        raise _Missing("its library is of another version: install scaledot again")
+    pool = _torch_pool()
+    if pool:
+        library.scaledot_use_pool(pool)
+    return library
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.scaledot_isa.restype = ctypes.c_char_p
+    for name in ("scaledot_problem_size", "scaledot_supports_avx2"):
+        getattr(library, name).restype = ctypes.c_int64
+    library.scaledot_use_pool.argtypes = [ctypes.c_void_p]
+    for name in ("scaledot_forward", "scaledot_backward"):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [ctypes.c_char_p], None
+    return library
+
+
+def _torch_pool() -> int | None:
+    """The address of torch's parallel loop, so that its threads serve and none are added."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        path = Path(torch.__file__).parent / "lib" / name
+        if path.exists():
+            try:
+                function = ctypes.CDLL(str(path)).torch_parallel_for
+            except (OSError, AttributeError):
+                return None
+            return ctypes.cast(function, ctypes.c_void_p).value
+    return None
+
+
+def available() -> str | None:
+    """None where the kernel can be used, else the reason in one line."""
+    library = _library()
+    return library if isinstance(library, str) else None
+
+
+def reason(device: str, dtype: torch.dtype, dropout: bool) -> str | None:
+    """Why this kernel cannot compute such a problem, in one line; None where it can."""
+    if (missing := available()) is not None:
+        return f"kernel 'native' is not there: {missing}"
+    if device != "cpu":
+        return f'kernel \'native\' runs on a CPU, not on {device}: pass kernel="tiled" or "auto"'
+    if dtype not in DTYPES:
+        return (
+            f"kernel 'native' takes float32, bfloat16 and float16, not {dtype}: "
+            'pass kernel="tiled" or "auto"'
+        )
+    if dropout:
+        return 'kernel \'native\' has no dropout: pass kernel="tiled" or "auto"'
+    return None
+
+
+def info() -> dict[str, str]:
+    """Which variant is loaded and whose threads it uses. Only where `available()` is None."""
+    pool = "torch's" if _torch_pool() else "its own"
+    return {"isa": _loaded().scaledot_isa().decode(), "threads": pool}
+
+
+def _loaded() -> ctypes.CDLL:
+    library = _library()
+    assert not isinstance(library, str), library
+    return library
+
+
+def output(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    seen: Visibility,
+    terms: Terms,
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """The output of `forward` alone."""
+    batch, heads, queries, _ = query.shape
+    rows = batch * heads * queries
+    out = torch.empty((batch, heads, queries, value.shape[3]), dtype=torch.float32)
+    if rows:
+        # What a row is summed up in while it is computed, and a byte a row.
+        scratch = torch.empty(FIELDS * rows + (rows + 3) // 4, dtype=torch.float32)
+        start = scratch.data_ptr()
+        problem, _kept = _problem(
+            query, key, value, seen, terms, out, start, start + 4 * FIELDS * rows, 0, ()
+        )
+        _loaded().scaledot_forward(problem)
+    return out
+
+
+def forward(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"] | None,
+    seen: Visibility,
+    terms: Terms,
+    *,
+    statistics: bool = True,
+) -> tuple[
+    Float[Tensor, "batch heads queries value_dim"] | None,
+    RowStats,
+    Float[Tensor, "batch heads queries"],
+    Float[Tensor, "batch heads queries"],
+]:
+    """(output, row statistics, top, log_mass) as `tiled.forward`; output is float32.
+
+    Without `statistics`, only visible, lse and nonfinite of the rows are defined.
+    Raises: ValueError for dropout and for a dtype other than float32, bfloat16 and float16.
+    """
+    batch, heads, queries, _ = query.shape
+    packed = torch.empty((FIELDS, batch, heads, queries), dtype=torch.float32)
+    nonfinite = torch.empty((batch, heads, queries), dtype=torch.bool)
+    out = None
+    if value is not None:
+        out = torch.empty((batch, heads, queries, value.shape[3]), dtype=torch.float32)
+    if batch and heads and queries:
+        problem, _kept = _problem(
+            query, key, value, seen, terms, out, packed.data_ptr(), nonfinite.data_ptr(),
+            int(statistics), (),
+        )  # fmt: skip
+        _loaded().scaledot_forward(problem)
+    (visible, mean, variance, largest, lse, entropy, top_key, margin, collision, jacobian, mean_key,
+     sink_mass, top, log_mass) = packed.unbind()  # fmt: skip
+    stats = RowStats(
+        visible.view(torch.int32), mean, variance, largest, lse, entropy,
+        top_key.view(torch.int32), margin, collision, jacobian, mean_key, nonfinite,
+        None if terms.sinks is None else sink_mass, "native",
+    )  # fmt: skip
+    return out, stats, top, log_mass
+
+
+def sweep(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    seen: Visibility,
+    terms: Terms,
+    factors: Sequence[float],
+) -> list[RowStats]:
+    """Row statistics at scale·factor for each factor: one run each, still far below `tiled`."""
+    return [
+        forward(query, key, None, seen, replace(terms, scale=terms.scale * factor))[1]
+        for factor in factors
+    ]
+
+
+def backward(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    seen: Visibility,
+    terms: Terms,
+    top: Float[Tensor, "batch heads queries"],
+    log_mass: Float[Tensor, "batch heads queries"],
+    entropy: Float[Tensor, "batch heads queries"],
+    counted: Tensor,
+    out: Float[Tensor, "batch heads queries value_dim"],
+    d_out: Float[Tensor, "batch heads queries value_dim"] | None,
+    d_lse: Float[Tensor, "batch heads queries"] | None,
+    d_entropy: Float[Tensor, "batch heads queries"] | None,
+    bias_gradient: bool,
+) -> Gradients:
+    """Exact gradients in float32, as `tiled.backward`; the same for a given number of threads.
+
+    Source: docs/maths.md#backward.
+    """
+    d_query = torch.empty_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
+    d_key, d_value = (
+        torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+        for x in (key, value)
+    )
+    d_bias = None
+    if bias_gradient and seen.bias is not None:
+        d_bias = torch.zeros_like(seen.bias, dtype=torch.float32)
+
+    d_out = torch.zeros_like(out) if d_out is None else d_out.to(torch.float32).contiguous()
+    level = (d_out * out).sum(-1)
+    if d_lse is not None:
+        level = level - torch.where(counted, d_lse.to(torch.float32), 0.0)
+    if d_entropy is not None:
+        d_entropy = torch.where(counted, d_entropy.to(torch.float32), 0.0).contiguous()
+        level = level + torch.where(counted, d_entropy * entropy, 0.0)
+    level = level.contiguous()
+    d_sinks = None
+    if terms.sinks is not None:
+        log_p = terms.sinks.to(torch.float32)[:, None] - torch.where(top == -math.inf, 0.0, top)
+        log_p = log_p - log_mass
+        slope = -level if d_entropy is None else -level - d_entropy * log_p.clamp(min=-1000.0)
+        d_sinks = torch.where(counted, log_p.exp() * slope, 0.0).sum((0, 2))
+    top, log_mass, counted = top.contiguous(), log_mass.contiguous(), counted.contiguous()
+    if d_query.numel() and key.shape[2]:
+        addresses = tuple(
+            0 if x is None else x.data_ptr()
+            for x in (
+                d_out,
+                level,
+                d_entropy,
+                top,
+                log_mass,
+                counted,
+                d_query,
+                d_key,
+                d_value,
+                d_bias,
+            )
+        )
+        strides = (0,) * 4 if d_bias is None else _array(d_bias)[2:]
+        problem, _kept = _problem(
+            query, key, value, seen, terms, None, 0, 0, 0, (*addresses, *strides)
+        )
+        _loaded().scaledot_backward(problem)
+    else:
+        d_query.zero_()
+    return Gradients(d_query, d_key, d_value, d_bias, d_sinks)
+
+
+def _problem(
+    query: Tensor, key: Tensor, value: Tensor | None, seen: Visibility, terms: Terms,
+    out: Tensor | None, rows: int, flags: int, statistics: int, backward: tuple[int, ...],
+) -> tuple[bytes, tuple[Tensor | None, ...]]:  # fmt: skip
+    """native.cpp's `Problem`, and the tensors that must live as long as it is used."""
+    if terms.dropout_p or query.dtype not in DTYPES:
+        raise ValueError(reason("cpu", query.dtype, terms.dropout_p > 0))
+    batch, heads, queries, dim = query.shape
+    kv_heads, keys = key.shape[1:3]
+    left, right = seen.left, seen.right
+    head = (
+        batch, heads, kv_heads, queries, keys, dim, 0 if value is None else value.shape[3],
+        terms.scale, terms.softcap or 0.0,
+        -math.inf if seen.bias is None else torch.finfo(seen.bias.dtype).min / 2,
+        seen.offset, -1 if left is None else left, -1 if right is None else right,
+        query.data_ptr(), DTYPES[query.dtype], *query.stride(),
+        key.data_ptr(), DTYPES[key.dtype], *key.stride(),
+    )  # fmt: skip
+    values = _NOTHING if value is None else (value.data_ptr(), DTYPES[value.dtype], *value.stride())
+    tail = (
+        0 if out is None else out.data_ptr(), rows, flags, statistics, torch.get_num_threads(),
+        *(backward or _FORWARD_ONLY),
+    )  # fmt: skip
+    dense = seen.allowed if seen.bias is None else seen.bias
+    if seen.keep is None and seen.segments is None and dense is None and terms.sinks is None:
+        return _LAYOUT.pack(*head, *values, *_NO_MASK, *tail), ()
+    keep = None if seen.keep is None else seen.keep.contiguous()
+    query_ids, key_ids = (None, None) if seen.segments is None else _small_ids(*seen.segments)
+    sinks = None if terms.sinks is None else terms.sinks.detach().to(torch.float32).contiguous()
+    numbers = _LAYOUT.pack(
+        *head, *values, *_per_key(keep), *_per_key(query_ids), *_per_key(key_ids), *_array(dense),
+        0 if sinks is None else sinks.data_ptr(), *tail,
+    )  # fmt: skip
+    return numbers, (keep, query_ids, key_ids, dense, sinks)
+
+
+def _array(x: Tensor | None) -> tuple[int, ...]:
+    """An `Array`: address, dtype, strides; 0 along an axis that is broadcast."""
+    if x is None:
+        return (0,) * 6
+    return (
+        x.data_ptr(), _MASK_DTYPES[x.dtype],
+        *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)),
+    )  # fmt: skip
+
+
+def _per_key(x: Tensor | None) -> tuple[int, ...]:
+    if x is None:
+        return (0,) * 6
+    return (
+        x.data_ptr(),
+        5 if x.dtype == torch.int32 else 3,
+        0 if x.shape[0] == 1 else x.shape[1],
+        0,
+        0,
+        1,
+    )
+
+
+def _small_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Document ids as contiguous int32, renumbered where they do not fit."""
+    limit = torch.iinfo(torch.int32)
+    if any(x.dtype == torch.int64 and x.numel() and (x.max() > limit.max or x.min() < limit.min)
+           for x in (query_ids, key_ids)):  # fmt: skip
+        both = torch.cat([query_ids.flatten(), key_ids.flatten()]).unique(return_inverse=True)[1]
+        query_ids, key_ids = (
+            part.reshape(x.shape) for part, x in
+            zip(both.split([query_ids.numel(), key_ids.numel()]), (query_ids, key_ids), strict=True)
+        )  # fmt: skip
+    return query_ids.to(torch.int32).contiguous(), key_ids.to(torch.int32).contiguous()
