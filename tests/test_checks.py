@@ -260,8 +260,9 @@ def test_bad_input_is_an_error_that_says_what_to_pass(function, name):
 
 
 def test_an_unknown_kernel_is_named_with_what_there_is():
-    with pytest.raises(ValueError, match=r'^kernel is \'native\': pass "auto" or one of tiled$'):
-        attention(q(), q(), q(), kernel="native")
+    message = r'^kernel is \'flash\': pass "auto" or one of native, tiled$'
+    with pytest.raises(ValueError, match=message):
+        attention(q(), q(), q(), kernel="flash")
 
 
 def mask_error(**fields):

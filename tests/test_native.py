@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import LOWEST, MASKS, assert_as_trace, inputs, masks
 
+from oracle import LOWEST, MASKS, assert_as_trace, inputs, masks
 from scaledot import checks
 from scaledot.kernels import native, tiled
 from scaledot.masks import Mask, resolve
@@ -168,7 +168,9 @@ def test_one_dominant_key_leaves_its_exact_rest(variant, queries, at):
     q, k = torch.ones(1, 1, queries, 1), torch.zeros(1, 1, 261, 1)
     k[0, 0, at] = math.log(260 * 1e30)
     _, rows, _ = is_the_oracles(q, k, torch.randn(1, 1, 261, 2), scale=1.0, same_key=True)
-    torch.testing.assert_close(rows.jacobian_trace, torch.full_like(rows.entropy, 2e-30), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        rows.jacobian_trace, torch.full_like(rows.entropy, 2e-30), rtol=1e-5, atol=0
+    )
 
 
 @here
@@ -385,7 +387,9 @@ def test_nothing_past_the_end_of_an_input_is_read(variant, queries, d):
 @here
 def test_what_it_cannot_do_it_says():
     p, seen, terms = problem(*inputs(dtype=torch.float64), **GROUPED)
-    with pytest.raises(ValueError, match=r"takes float32, bfloat16 and float16, not torch\.float64"):
+    with pytest.raises(
+        ValueError, match=r"takes float32, bfloat16 and float16, not torch\.float64"
+    ):
         native.forward(p.query, p.key, p.value, seen, terms)
     p, seen, terms = problem(*inputs(), **GROUPED)
     with pytest.raises(ValueError, match="no dropout"):

@@ -122,7 +122,8 @@ def test_calls_say_how_each_module_attends() -> None:
     assert (first.kind, first.causal, second.causal) == ("self", False, True)
     assert (first.heads, first.kv_heads, first.d_k, first.scale) == (3, 3, 4, 0.5)
     assert (first.module, first.path, first.index) == ("Attention", "layers.0", None)
-    assert (first.calls, first.queries, first.keys, first.kernel) == (2, 9, 9, "tiled")
+    assert (first.calls, first.queries, first.keys) == (2, 9, 9)
+    assert first.kernel in ("native", "tiled")
     assert (first.softcap, first.sinks, first.window) == (None, False, None)
     assert repr(seen) == "<Observation of 2 attentions, 6 heads, 4 calls>"
     assert seen.heads["layers.0"].counts["rows"].tolist() == [23] * 3

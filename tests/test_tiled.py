@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -11,12 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracle import LOWEST, MASKS, assert_as_trace, double, inputs, masks
-from scaledot import checks
-from scaledot.dispatch import attention, mass_bound
+import oracle
+from oracle import LOWEST, MASKS, double, inputs, masks
+from scaledot import checks, dispatch
+from scaledot.dispatch import mass_bound
 from scaledot.kernels import tiled
 from scaledot.masks import Mask, resolve
 from scaledot.stages import trace
+
+attention = partial(dispatch.attention, kernel="tiled")
+assert_as_trace = partial(oracle.assert_as_trace, attend=attention)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPE = {"batch": 2, "heads": 6, "queries": 11, "keys": 13}
@@ -569,11 +574,15 @@ def test_nothing_quadratic_is_made_forward_or_backward(mask, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_statistics_of_32768_keys_fit_in_200_megabytes():
+@pytest.mark.parametrize("kernel", ["tiled", "auto"])
+def test_statistics_of_32768_keys_fit_in_200_megabytes(kernel):
     """The peak of a process of its own, not ru_maxrss, which is inherited from this one."""
     script = """
+import sys
 import torch
-from scaledot.dispatch import attention
+from functools import partial
+import scaledot
+attention = partial(scaledot.attention, kernel=sys.argv[1])
 torch.set_num_threads(1)
 
 def peak():
@@ -587,7 +596,11 @@ out, rows = attention(q, k, v, is_causal=True, return_stats=True)
 print(peak() - before, int(rows.visible[0, 0, -1]))
 """
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script, kernel],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     megabytes, visible = result.stdout.split()
     assert 0 < float(megabytes) < 200
