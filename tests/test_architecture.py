@@ -47,7 +47,8 @@ ARROWS = {
     "screen": {"numerals", "tokens"},
     "head_table": {"document", "screen", "numerals"},
     "trace_table": {"document", "screen", "numerals", "tokens"},
-    "terminal": {"document", "screen", "numerals", "head_table", "trace_table"},
+    "check_table": {"document", "screen", "numerals"},
+    "terminal": {"document", "screen", "numerals", "head_table", "trace_table", "check_table"},
     "report": {"document"},
     "server": {"document"},
 }
@@ -57,6 +58,7 @@ LATER = {
     "__main__": {"cli"},
     "stages": SHOWN,
     "heads": SHOWN,
+    "conformance": SHOWN,
     "observation": SHOWN | {"huggingface", "torch_route"},
     "auditing": SHOWN | {"tokens"},
     "dispatch": {"kernels.native", "kernels.triton"},
