@@ -732,10 +732,13 @@ def test_other_dtypes(dtype):
         assert report.named("wrong") == ()
         assert report["accuracy"].status == "ok"
         assert report.dtype == dtype
-    assert check(student("scale √d_model"), dtype=dtype).named("wrong") == ("scale",)
-    assert check(student("tiled group"), dtype=getattr(torch, dtype)).named("wrong") == (
-        "grouped heads",
-    )
+    for mistake in (
+        "scale √d_model", "scale of the length", "exp without maximum", "mask inverted",
+        "float mask multiplies", "causal off by one", "tiled group", "cap after mask", "detached",
+    ):  # fmt: skip
+        report = check(student(mistake), dtype=getattr(torch, dtype))
+        assert report.named("wrong") == WRONG[mistake][:1], mistake
+        assert WRONG[mistake][1] in report[WRONG[mistake][0]].result
 
 
 def test_the_same_twice_and_nothing_left_behind():

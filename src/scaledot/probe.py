@@ -308,6 +308,11 @@ class Subject:
         a, b = a.double().cpu(), b.double().cpu()
         return bool(((a - b).abs() <= self.tolerance * (1 + b.abs())).all())
 
+    def same(self, a: float, b: float) -> bool:
+        """Whether two factors are one: within 2 %, which tells the nearest rules apart."""
+        exact = self.dtype in (torch.float32, torch.float64)
+        return math.isclose(a, b, rel_tol=0.02, abs_tol=1e-3 if exact else 5e-3)
+
     def near(self, found: Tensor, *expected: float) -> bool:
         return self.close(found, torch.tensor(expected, dtype=torch.float64))
 

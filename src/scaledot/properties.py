@@ -12,7 +12,7 @@ Source: the definition is that of `stages`, the conventions those of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -227,7 +227,6 @@ def _scale(f: Subject) -> Property:
     ]
     half = _factor(f, _SHAPES[0], 1.0)[1]
     row, factor = _factor(f, _SHAPES[0], 4.0)
-    slack = 10 * f.tolerance
     expected = Reading(digits(softmax(2, 0)), "softmax(4/√4, 0)")
     equal = f.weights([0.0, 0.0])[0, 0]
     if not f.near(equal, 0.5, 0.5):
@@ -244,7 +243,7 @@ def _scale(f: Subject) -> Property:
             "weights do not depend on q·k", expected=expected, came=Reading(digits(row)),
             cause="query and key exchanged, or scores that never reach softmax",
         )  # fmt: skip
-    if not math.isfinite(factor) or not math.isclose(half, factor, rel_tol=slack, abs_tol=1e-3):
+    if not math.isfinite(factor) or not f.same(half, factor):
         f.rule, f.linear = None, False
         return wrong(
             f"weights do not follow q·k: factor {number(factor)} at q·k = 4, "
@@ -253,11 +252,11 @@ def _scale(f: Subject) -> Property:
             cause="q and k normalised first, a soft-cap that is always on, or no exp",
         )  # fmt: skip
     for rule in (RIGHT, *_RULES):
-        if all(math.isclose(found, rule.factor(n), rel_tol=slack) for found, n in measured):
+        if all(f.same(found, rule.factor(n)) for found, n in measured):
             f.rule = rule
             break
     else:
-        constant = all(math.isclose(found, factor, rel_tol=slack) for found, _ in measured)
+        constant = all(f.same(found, factor) for found, _ in measured)
         rule, f.rule = _unknown_rule(factor, constant)
     if rule is RIGHT:
         return ok(rule.result)
@@ -291,10 +290,10 @@ def _custom_scale(f: Subject) -> Property:
     f.needs("scale")
     f.needs_right("rows sum to 1")
     f.needs_linear()
-    own, given, slack = _default_factor(f), 0.25, 10 * f.tolerance
+    own, given = _default_factor(f), 0.25
     row = f.weights([4.0, 0.0], scale=given)[0, 0]
     came = float((row[0] / row[1]).log()) / 4
-    if math.isclose(came, given, rel_tol=slack):
+    if f.same(came, given):
         return ok("scale multiplies q·k, in place of 1/√d_k")
     known = {
         own: ("scale is ignored", "4·" + number(own), "the parameter is never read"),
@@ -309,7 +308,7 @@ def _custom_scale(f: Subject) -> Property:
         ),
     }  # fmt: skip
     result, how, cause = next(
-        (said for value, said in known.items() if math.isclose(came, value, rel_tol=slack)),
+        (said for value, said in known.items() if f.same(came, value)),
         (f"scale=0.25 gives a factor of {number(came)}", "", ""),
     )
     return wrong(
@@ -322,7 +321,8 @@ def _large_scores(f: Subject) -> Property:
     f.needs_right("rows sum to 1")
     f.needs_linear()
     small = f.weights([4.0, 0.0])[0, 0]
-    for scores in ([1004.0, 1000.0], [-1000.0, -1004.0]):
+    shift = 4000.0 if f.dtype == torch.float64 else 1000.0  # exp of half of it overflows
+    for scores in ([shift + 4, shift], [-shift, -shift - 4]):
         row = f.weights(scores)[0, 0]
         if f.close(row, small):
             continue
@@ -335,7 +335,7 @@ def _large_scores(f: Subject) -> Property:
             cause="exp without subtracting the row's maximum" if overflow
             else "softmax sees only differences: scores are clipped or transformed before it",
         )  # fmt: skip
-    return ok("adding 1,000 to every score changes nothing")
+    return ok(f"adding {number(shift)} to every score changes nothing")
 
 
 # Masks
@@ -414,7 +414,7 @@ def _additive(f: Subject) -> Property:
             cause="the mask passes a function that turns −∞ into a number or NaN",
         )  # fmt: skip
     for row, means in (((0.0, 1.0), "0 hides"), ((1.0, 0.0), "0 shows, other numbers hide")):
-        if f.near(came / came.sum(), *row):
+        if came.min() < 1e-4 and f.near(came / came.sum(), *row):
             return differs(
                 f"a float mask is read as a boolean, {means}; torch: it is added",
                 expected=expected, came=Reading(digits(came)),
@@ -455,7 +455,7 @@ def _zero_one(f: Subject) -> Property:
     if f.close(row, softmax(0, 1)):
         return ok("added, as torch does: it hides nothing, so pass mask.bool()")
     for shown, means in (((0.0, 1.0), "1 shows, 0 hides"), ((1.0, 0.0), "1 hides, 0 shows")):
-        if f.near(row / row.sum(), *shown):
+        if row.min() < 1e-4 and f.near(row / row.sum(), *shown):
             return differs(
                 f"{means}; torch adds it, and hides nothing",
                 expected=Reading(digits(softmax(0, 1)), "softmax(0, 1)"),
@@ -1131,30 +1131,26 @@ def _gradients(f: Subject) -> Property:
     causal = f.takes_causal and not {"future leak", "masked rows"} & f.wrong
     tries: list[dict[str, Any]] = [{}, {"is_causal": True}] if causal else [{}]
     for arguments in tries:
-        q, k, v = f.inputs(2, 5, 5, 16)
-        inputs = (_unit(f, q, 5), k, v)
-        weight = f.random(1, 2, 5, 16, seed=7)
-        f.describe(2, 16, 5, 5, "random q, k, v", **arguments)
-        came = _grad(lambda *x: f.call(*x, **arguments), inputs, weight)  # noqa: B023
-        wide = [x.double() for x in inputs]
+
+        def function(*x: Tensor) -> Tensor:
+            return f.call(*x, **arguments)  # noqa: B023
 
         def definition(*x: Tensor) -> Tensor:
             return _reference(f, *x, **arguments)  # noqa: B023
 
-        want = _grad(definition, wide, weight.double())
-        plain = _grad(definition, inputs, weight)
-        for name, x, y, z in zip(("query", "key", "value"), came, want, plain, strict=True):
+        f.describe(2, 16, 5, 5, "random q, k, v", **arguments)
+        came, want = _grad(f, function), _grad(f, definition, torch.float64)
+        bounds = [1e-12 * float(x.abs().max()) for x in want if x is not None]
+        if f.dtype != torch.float64:
+            bounds = _gradient_bounds(f, definition)
+        for name, x, y, bound in zip(("query", "key", "value"), came, want, bounds, strict=True):
             assert y is not None
-            assert z is not None
             if x is None:
                 return wrong(
                     f"no gradient reaches {name}", expected=Reading(_sample(y)),
                     came=Reading("none"), cause="detach, no_grad or .data on the way",
                 )  # fmt: skip
             error = float((x.double() - y).abs().nan_to_num(nan=math.inf).max())
-            bound = 1e-12 * float(y.abs().max())
-            if f.dtype != torch.float64:
-                bound = error_bound(y, z)
             if error > bound:
                 return _wrong_gradient(name, x, y, error, bound)
             if worst is None or error / bound > worst[0] / worst[1]:
@@ -1163,11 +1159,29 @@ def _gradients(f: Subject) -> Property:
     return ok(bounded(*worst), error=worst[0], bound=worst[1])
 
 
+def _gradient_bounds(f: Subject, definition: Callable[..., Tensor]) -> list[float]:
+    """For query, key and value the loosest `error_bound` of a few draws: the few numbers of one
+    draw may be rounded luckily in `trace`, and then condemn a function that is as good."""
+    bounds = [0.0, 0.0, 0.0]
+    for draw in range(6):
+        grads = _grad(f, definition, torch.float64, draw), _grad(f, definition, f.dtype, draw)
+        for i, (want, plain) in enumerate(zip(*grads, strict=True)):
+            assert want is not None
+            assert plain is not None
+            bounds[i] = max(bounds[i], error_bound(want, plain))
+    return bounds
+
+
 def _grad(
-    fn: Callable[..., Tensor], inputs: Sequence[Tensor], weight: Tensor
+    f: Subject, fn: Callable[..., Tensor], dtype: torch.dtype | None = None, draw: int = 0
 ) -> tuple[Tensor | None, ...]:
+    """The gradients of a weighted sum of the output, for random inputs rounded to the dtype of the
+    check and taken as `dtype`."""
+    q, k, v = f.inputs(2, 5, 5, 16, seed=draw)
+    weight = f.random(1, 2, 5, 16, seed=100 + draw)
     with torch.enable_grad():
-        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        inputs = [_unit(f, q, 5), k, v]
+        leaves = [x.to(dtype or f.dtype, copy=True).requires_grad_() for x in inputs]
         out = fn(*leaves)
         if not out.requires_grad:
             raise Skip("unsupported", "the output carries no gradient")
