@@ -26,11 +26,13 @@ _WHERE = {
     "Observation": "observation",
     "audit": "auditing",
     "Audit": "auditing",
+    "check": "conformance",
 }
 
 if TYPE_CHECKING:
     from scaledot.auditing import Audit as Audit
     from scaledot.auditing import audit as audit
+    from scaledot.conformance import check as check
     from scaledot.dispatch import attention as attention
     from scaledot.dispatch import row_stats as row_stats
     from scaledot.heads import HeadStats as HeadStats

@@ -17,6 +17,7 @@ from scaledot.scales import rule
 
 if TYPE_CHECKING:
     from scaledot.auditing import Audit
+    from scaledot.conformance import Report
     from scaledot.diagnose import Head, Layer
     from scaledot.heads import HeadStats
     from scaledot.observation import Observation
@@ -124,6 +125,23 @@ def trace_document(trace: Trace, **about: Any) -> dict[str, Any]:
             "visible": visible.tolist(),
             "keys": keys,
             **about,
+        }
+    )
+
+
+def check_document(report: Report) -> dict[str, Any]:
+    """A `Report` of `check` as a document: every property, ok or not."""
+    return _clean(
+        {
+            "format": "scaledot/check",
+            "version": VERSION,
+            "scaledot": __version__,
+            "function": report.function,
+            "layout": report.layout,
+            "device": report.device,
+            "dtype": report.dtype,
+            "ok": report.ok,
+            "properties": [asdict(p) for p in report.properties],
         }
     )
 

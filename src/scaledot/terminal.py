@@ -2,8 +2,8 @@
 so a saved audit prints again without its model.
 
 Here are the screens of an audit: header, one head in full, findings, what to type next. Its table
-and grid are in ``head_table``, the stages of a trace in ``trace_table``, what all screens share in
-``screen``.
+and grid are in ``head_table``, the stages of a trace in ``trace_table``, the verdict on a function
+in ``check_table``, what all screens share in ``screen``.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Any
 from rich.cells import cell_len
 from rich.console import Console
 
+from scaledot.check_table import check_text, print_check
 from scaledot.head_table import STATISTICS, head_label, print_statistics, print_table
 from scaledot.numerals import count, counted, fraction, number, ranges, seconds, size
 from scaledot.screen import Page, Part, console, pad, point, printed, progress, wrap, wrap_command
@@ -21,8 +22,10 @@ from scaledot.trace_table import print_trace, trace_html, trace_text
 __all__ = [
     "STATISTICS",
     "audit_text",
+    "check_text",
     "console",
     "print_audit",
+    "print_check",
     "print_heads",
     "print_trace",
     "progress",
