@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import inputs
 
 import scaledot
+from oracle import inputs
 from scaledot import Mask, score_moments, trace
-from scaledot.moments import ERROR, ScoreMoments, merge
+from scaledot.moments import ERROR, merge
 
 FLOAT32 = 1e-6
 
@@ -337,6 +337,17 @@ def test_what_is_not_a_number_spoils_the_rows_that_see_it(bad):
         m = score_moments(rows, k, **arguments)
         assert m.row_mean.isnan().nonzero().tolist() == [[0, 7]]
         assert m.var.isnan()
+    # And its head, of those that share the key.
+    group = torch.stack([rows, q], 1)
+    for arguments in ({}, {"is_causal": True}):
+        m, clean = (
+            score_moments(x, k[:, None], enable_gqa=True, **arguments)
+            for x in (group, torch.stack([q, q], 1))
+        )
+        assert m.var.isnan().tolist() == [[True, False]]
+        for name in ("total", "key_bias", "norms", "gain"):
+            a, b = (getattr(x.budget, name)[0, 1] for x in (m, clean))
+            assert torch.equal(a, b) or (a.isnan() and b.isnan()), name
     # One that sees nothing does not matter.
     ids = torch.zeros(50, dtype=torch.int64)
     ids[7] = 1

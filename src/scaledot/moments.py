@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ units of (scale·‖q‖)²·the spread of its keys). tests/test_moments.py"""
 
 _CHUNK = 4096
 """Rows of q or k turned to float64 at a time."""
-_WORK = 1 << 18
+_WORK = 1 << 17
 """Numbers in a work tensor: what a core's cache holds."""
 
 
@@ -247,10 +248,10 @@ def score_moments(
         tensor has no structure, so n² is the price: use `attention(…, return_stats=True)`.
     skewness, singular_values: where every query of a text sees the same keys only.
 
-    Cost: 4·n·d² + 2·n·B·d multiply-adds a head in float64, B between 32 and 256 keys (a window
-    bounded to both sides: twice that); memory O(d² + B·d) beyond inputs and per-row results.
-    Skewness: n·d³/3 more, or the n² scores a block at a time where they are fewer. Singular
-    values: 2·n·d² + d³.
+    Cost: 4·n·d² + 2·n·B·d floating-point operations a head in float64, B = d_k kept within 32 and
+    256 (a bounded window: twice that); memory O(d² + B·d) a head beyond inputs and per-row results.
+    Skewness: 4·n·d³/3 more, or the n² scores a block at a time where that is less. Singular values:
+    4·n·d² more.
     Error: `ERROR`.
     Raises: ValueError for a mask without structure; ValueError, TypeError as `attention`.
     Source: docs/maths.md#score-moments.
@@ -286,32 +287,7 @@ def _score_moments(
         k, torch.cat([x.columns for _, x in layouts])[:, None], finite, scatter=shared
     )
 
-    mean, var, bias = (
-        torch.full((*q.shape[:4],), math.nan, dtype=torch.float64, device=q.device)
-        for _ in range(3)
-    )
-    if shared:
-        assert of_keys.scatter is not None
-        _of_one_covariance(q, of_keys, mean, var)
-        toward = of_queries.mean[..., None, :] @ of_keys.scatter
-        bias[:] = (toward * of_queries.mean[..., None, :]).sum(-1)
-    else:
-        for at, layout in layouts:
-            some = None if finite is None else finite[at]
-            _of_prefixes(
-                q[at], p.key[at], layout, some, of_queries.mean[at],
-                mean[at], var[at], bias[at],
-            )  # fmt: skip
-    bad = torch.cat([x.spoilt(None if finite is None else finite[at]) for at, x in layouts])
-    bad = bad.unsqueeze(2) | ~(mean.isfinite() & var.isfinite())
-    there = (visible > 0)[:, None, None]
-    mean, var, bias = (
-        torch.where(bad | ~there, math.nan, x.reshape(q.shape[:4])) for x in (mean, var, bias)
-    )
-
-    # One key has no variance, not even of rounding errors.
-    one = (visible == 1)[:, None, None] & ~bad
-    var, bias = (x.masked_fill(one, 0.0) for x in (var, bias))
+    mean, var, bias = _rows(q, p.key, layouts, finite, of_queries, of_keys, visible[:, None, None])
 
     seen_by = visible[:, None, None].expand(mean.shape)
     pairs, of_bias = (
@@ -328,14 +304,14 @@ def _score_moments(
         return x.reshape(mean.shape[:3])
 
     within, between = of_pairs(pairs.var_within), of_pairs(pairs.row_shift)
-    none = of_pairs(pairs.count) == 0
+    unknown = within.isnan()
     key_bias = of_pairs(of_bias.var_within)
     gain = torch.full_like(within, math.nan)
     interaction = within - key_bias
     if of_queries.scatter is not None and of_keys.scatter is not None:
         # Neither is a difference, so that total = the sum of three is no tautology.
         together = (of_queries.scatter * of_keys.scatter).sum((-2, -1))
-        interaction = torch.where(none | within.isnan(), math.nan, together)
+        interaction = together.masked_fill(unknown, math.nan)
         gain = d * interaction / (of_queries.spread * of_keys.spread)
     query_square = of_queries.spread + of_queries.mean.square().sum(-1)
     key_mean = of_keys.mean.square().sum(-1).expand_as(within)
@@ -345,7 +321,7 @@ def _score_moments(
     square = p.scale**2
 
     def undefined(x: Tensor) -> Tensor:
-        return of_head(torch.where(none, math.nan, x))
+        return of_head(x.masked_fill(unknown, math.nan))
 
     budget = Budget(
         d_k=d,
@@ -361,7 +337,7 @@ def _score_moments(
         key_spread=undefined(key_spread.sqrt()),
         query_mean=undefined(of_queries.mean.norm(dim=-1)),
         key_mean=undefined(key_mean.sqrt()),
-        gain=of_head(gain),
+        gain=undefined(gain),
     )
     third = values = None
     if skewness:
@@ -370,12 +346,14 @@ def _score_moments(
             / of_pairs(pairs.var) ** 1.5 * math.copysign(1, p.scale)
         )  # fmt: skip
     if singular_values:
-        values = of_head(abs(p.scale) * _singular_values(q, p.key, _keep_weight(seen, finite)))
+        values = abs(p.scale) * _singular_values(q, p.key, _keep_weight(seen, finite))
+        spoilt = unknown & (of_pairs(pairs.count) > 0)
+        values = of_head(values.masked_fill(spoilt[..., None], math.nan))
     return ScoreMoments(
         d_k=d,
         scale=p.scale,
         count=of_head(of_pairs(pairs.count)),
-        mean=of_head(p.scale * torch.where(none, math.nan, of_pairs(pairs.mean))),
+        mean=undefined(p.scale * of_pairs(pairs.mean)),
         var=budget.total,
         var_within=of_head(square * within),
         row_var_mean=of_head(square * row_var_mean),
@@ -387,6 +365,37 @@ def _score_moments(
         skewness=third,
         singular_values=values,
     )
+
+
+def _rows(
+    q: Float[Tensor, "batch kv_heads group queries dim"],
+    k: Float[Tensor, "batch kv_heads keys dim"],
+    layouts: list[tuple[slice, _Layout]],
+    finite: Bool[Tensor, "batch kv_heads keys"] | None,
+    of_queries: _Spread,
+    of_keys: _Spread,
+    visible: Int[Tensor, "batch 1 1 queries"],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's mean and variance, and the variance along it of the mean query's raw scores.
+
+    NaN for rows that see nothing, or something that is not a number.
+    """
+    mean, var, bias = (q.new_full(q.shape[:4], math.nan, dtype=torch.float64) for _ in range(3))
+    if of_keys.scatter is not None:
+        _of_one_covariance(q, of_keys, mean, var)
+        toward = of_queries.mean[..., None, :]
+        bias[:] = ((toward @ of_keys.scatter) * toward).sum(-1)
+    else:
+        for at, layout in layouts:
+            some = None if finite is None else finite[at]
+            of = of_queries.mean[at]
+            _of_prefixes(q[at], k[at], layout, some, of, mean[at], var[at], bias[at])
+    bad = torch.cat([x.spoilt(None if finite is None else finite[at]) for at, x in layouts])
+    bad = bad[:, :, None] | ~(mean.isfinite() & var.isfinite()) | (visible == 0)
+    # One key has no variance, not even of rounding errors.
+    var, bias = (x.masked_fill(visible == 1, 0.0) for x in (var, bias))
+    mean, var, bias = (x.masked_fill(bad, math.nan) for x in (mean, var, bias))
+    return mean, var, bias
 
 
 def _structured(seen: Visibility) -> Visibility:
@@ -525,8 +534,9 @@ def _starts(run: Tensor) -> Tensor | None:
 
 def _finite_keys(key: Tensor) -> Bool[Tensor, "batch kv_heads keys"] | None:
     """Which keys hold numbers only; None if all do."""
-    pieces = [x.isfinite().all(-1) for x in key.split(_CHUNK, 2)]
-    finite = torch.cat(pieces, 2)
+    if key.sum().isfinite():
+        return None
+    finite = torch.cat([x.isfinite().all(-1) for x in key.split(_CHUNK, 2)], 2)
     return None if finite.all() else finite
 
 
@@ -565,17 +575,17 @@ def _spread(
             w = w * finite[:, :, None, at]
         out, w = w == 0, w.to(torch.float64)
         y = x[..., at, :].to(torch.float64)
-        if out.any():
+        some = bool(out.any())
+        if some:
             y = y.masked_fill(out[..., None], 0.0)
         count = w.sum(-1)
         centre = (w[..., None, :] @ y).squeeze(-2) / count.clamp(min=1)[..., None]
-        y = y - centre[..., None, :]
-        if out.any():
-            y = y.masked_fill(out[..., None], 0.0)
+        y = y.sub_(centre[..., None, :]) if y.dtype != x.dtype else y - centre[..., None, :]
         gap, both = centre - mean, total + count
         share = count / both.clamp(min=1)
         mean = mean + gap * share[..., None]
-        square = square + (w * (y * y).sum(-1)).sum(-1)
+        length_square = torch.linalg.vector_norm(y, dim=-1).square()
+        square = square + (w * length_square).sum(-1)
         square = square + gap.square().sum(-1) * (total * share)
         if full is not None:
             full = full + (y * w[..., None]).mT @ y
@@ -619,15 +629,26 @@ def _of_prefixes(
     if layout.keep is not None:
         keep = layout.keep[:, None].expand(*k.shape[:2], -1)
         weight = keep if finite is None else keep & finite
-    first, *others = (_prefix(q, k, layout.order, part, weight, toward) for part in layout.parts)
-    for other in others:
-        first = first.merge(other)
-    count = first.count
-    mean[:], var[:], bias[:] = first.mean, first.m2 / count, first.bias_m2 / count
+    batch, *_, d = q.shape
+    step = max(1, 8 * _WORK // (math.prod(q.shape[1:3]) * _chunk(d) * max(_chunk(d), d)))
+    for at in (slice(b, b + step) for b in range(0, batch, step)):
+        some = None if weight is None else weight[at]
+        rows, *others = (
+            _prefix(q[at], k[at], layout.order, part, some, toward[at]) for part in layout.parts
+        )
+        for other in others:
+            rows = rows.merge(other)
+        mean[at], var[at] = rows.mean, rows.m2 / rows.count
+        bias[at] = rows.bias_m2 / rows.count
+
+
+def _chunk(d: int) -> int:
+    """Keys in a chunk: about d, so that its scores cost what its Gram does."""
+    return min(max(32, d), 256)
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _Prefixes:
     """Moments of each row over some keys; those of the query `toward` along the same keys."""
 
     count: Float[Tensor, "#batch #kv_heads 1 queries"]
@@ -636,14 +657,14 @@ class _Rows:
     bias_mean: Float[Tensor, "batch kv_heads group queries"]
     bias_m2: Float[Tensor, "batch kv_heads group queries"]
 
-    def merge(self, other: _Rows) -> _Rows:
+    def merge(self, other: _Prefixes) -> _Prefixes:
         """Over both sets of keys (Chan, Golub & LeVeque)."""
         count = self.count + other.count
         share = other.count / count.clamp(min=1)
         gap, bias_gap = other.mean - self.mean, other.bias_mean - self.bias_mean
         # What a part without keys calls its mean is no number of the row's.
         gap = torch.where(self.count == 0, 0.0, gap)
-        return _Rows(
+        return _Prefixes(
             count,
             torch.where(self.count == 0, other.mean, self.mean) + gap * share,
             self.m2 + other.m2 + gap.square() * (self.count * share),
@@ -659,7 +680,7 @@ def _prefix(
     part: _Part,
     weight: Bool[Tensor, "batch kv_heads keys"] | None,
     toward: Float[Tensor, "batch kv_heads group dim"],
-) -> _Rows:
+) -> _Prefixes:
     """Moments of each row over the keys of one part.
 
     Axes below: c chunks, t tiles (rows that stop in one chunk), p batches × kv heads, g the group,
@@ -668,7 +689,7 @@ def _prefix(
     device = q.device
     *lead, group, queries, d = q.shape
     keys, pairs = k.shape[2], math.prod(lead)
-    size = min(max(32, d), 256)
+    size = _chunk(d)
     chunks = -(-keys // size)
     source = order
     if part.backwards:
@@ -702,23 +723,35 @@ def _prefix(
 
     out = [torch.empty(*q.shape[:4], dtype=torch.float64, device=device) for _ in range(4)]
     toward = toward.reshape(pairs, group, d)
-    at_once = max(1, min(64, _WORK // (pairs * max(group, 1) * size * max(size, d))))
     place = torch.arange(size, device=device)
-    gram = torch.zeros(1, pairs, d, d, dtype=torch.float64, device=device)
-    running = torch.zeros(pairs, d, dtype=torch.float64, device=device)
+    at_once = max(1, min(chunks, _WORK // (pairs * group * size * max(size, d))))
+    # What goes on before each chunk of a block, and after the last.
+    gram = torch.zeros(at_once + 1, pairs, d, d, dtype=torch.float64, device=device)
+    running = gram.new_zeros(pairs, d)
+    room = gram.new_empty(pairs, at_once, size + 1, d)
     for c0 in range(0, chunks, at_once):
         c1 = min(c0 + at_once, chunks)
         block = slice(c0 * size, min(c1 * size, keys))
-        x = k[:, :, block] if source is None else k.index_select(2, source[block])
-        x = x.to(torch.float64).reshape(pairs, -1, d)
-        missing = (c1 - c0) * size - x.shape[1]
-        x = F.pad(x, (0, 0, 0, missing)).view(pairs, c1 - c0, size, d).transpose(0, 1)
+        found = k[:, :, block] if source is None else k.index_select(2, source[block])
+        missing = (c1 - c0) * size - found.shape[2]
+        # One place more than keys: the step from the earlier mean is one more vector of the Gram.
+        terms = room[:, : c1 - c0]
+        if missing:
+            terms.zero_()
+        whole, rest = divmod(found.shape[2], size)
+        each = terms.unflatten(0, tuple(lead))
+        each[..., :whole, :size, :] = found[:, :, : whole * size].unflatten(2, (whole, size))
+        if rest:
+            each[..., whole, :rest, :] = found[:, :, whole * size :]
+        terms = terms.transpose(0, 1)
+        x = terms[:, :, :size]  # c p j d
         real = None
         if weight is not None or missing:
             real = x.new_ones(1, block.stop - block.start) if weight is None else weight[:, block]
             real = F.pad(real.to(torch.float64), (0, missing))
             real = real.view(-1, c1 - c0, size).transpose(0, 1)[..., None]  # c p j 1
-            x = x.nan_to_num(0.0, 0.0, 0.0) * real if weight is not None else x
+            if weight is not None:
+                x.nan_to_num_(0.0, 0.0, 0.0).mul_(real)
         goes_on = None
         if part.runs is not None:
             index = (torch.arange(c0, c1, device=device) * size)[:, None] + place
@@ -726,22 +759,24 @@ def _prefix(
         # Each chunk about the mean of what goes on after it.
         n, n_before = count_in[c0:c1, :, None], count_before[c0:c1, :, None]
         centre = (x if goes_on is None else x * goes_on).sum(2) / n.clamp(min=1)
-        x = x - centre[:, :, None]
+        x.sub_(centre[:, :, None])
         if real is not None:
-            x = x * real
+            x.mul_(real)
         prior = _running_means(centre, n, n_before, running, fresh[c0:c1])
         prior, running = prior[:-1], prior[-1]
-        # The step from the earlier mean is one more vector of the chunk's Gram.
-        step = (centre - prior) * (n * n_before / (n + n_before).clamp(min=1)).sqrt()
-        terms = torch.cat([x if goes_on is None else x * goes_on, step[:, :, None]], 2)
-        gram = torch.cat([gram[-1:], terms.mT @ terms])
-        for c in range(c1 - c0):
+        terms[:, :, size] = (centre - prior) * (n * n_before / (n + n_before).clamp(min=1)).sqrt()
+        if goes_on is not None:
+            terms = torch.cat([x * goes_on, terms[:, :, size:]], 2)
+        gram[0] = gram[c0 and at_once]
+        torch.matmul(terms.mT, terms, out=gram[1 : c1 - c0 + 1])
+        for c, (earlier, own) in enumerate(pairwise(gram[: c1 - c0 + 1].unbind())):
             if not fresh[c0 + c]:
-                gram[c + 1] += gram[c]
+                own += earlier
         along = x @ toward.mT  # c p j g
         along = torch.cat([along, along.square()], -1)
         centre_along, prior_along = (y @ toward.mT for y in (centre[:, :, None], prior[:, :, None]))
-        m2_along = ((toward @ gram[:-1]) * toward).sum(-1)[:, :, None]  # c p 1 g
+        state = gram[: c1 - c0]
+        m2_along = ((toward @ state) * toward).sum(-1)[:, :, None]  # c p 1 g
 
         for t0 in range(tile_edge[c0], tile_edge[c1], at_once):
             t1 = min(t0 + at_once, tile_edge[c1])
@@ -750,9 +785,14 @@ def _prefix(
             index = first_row[t0:t1, None] + place
             there = place < rows_left[t0:t1, None]
             rows = index.clamp(max=queries - 1)
-            rows = rows if rows_in_order is None else rows_in_order[rows]
-            y = q.index_select(3, rows.flatten()).to(torch.float64)
-            y = y.view(pairs, group, t1 - t0, size, d).permute(2, 0, 1, 3, 4)
+            straight = rows_in_order is None and bool(there.all())
+            if straight:
+                span = slice(int(index[0, 0]), int(index[-1, -1]) + 1)
+                y = q[:, :, :, span]
+            else:
+                rows = rows if rows_in_order is None else rows_in_order[rows]
+                y = q.index_select(3, rows.flatten())
+            y = y.to(torch.float64).reshape(pairs, group, t1 - t0, size, d).permute(2, 0, 1, 3, 4)
             y = y.reshape(t1 - t0, pairs, group * size, d)
 
             base = edge[chunk[t0:t1], None]
@@ -773,12 +813,12 @@ def _prefix(
             scores.mul_(mask)
             mean = scores.sum(-1) / n.clamp(min=1)
             scores.sub_(mean[..., None]).mul_(mask)
-            m2 = torch.linalg.vecdot(scores, scores)
+            m2 = torch.linalg.vector_norm(scores, dim=-1).square()
             ends = y @ torch.stack([centre[here], prior[here]], -1)
             mean = mean + ends[..., 0].view(mean.shape)
             gap = mean - ends[..., 1].view(mean.shape)
-            earlier = torch.linalg.vecdot(y @ gram[:-1][here], y).view(mean.shape)
-            m2 = m2 + torch.where(n_before > 0, earlier, 0.0) + gap.square() * (n * share)
+            m2_before = (y @ state[here]).mul_(y).sum(-1).view(mean.shape)
+            m2 = m2 + torch.where(n_before > 0, m2_before, 0.0) + gap.square() * (n * share)
             mean = mean - gap * share
 
             sums = _weighted(inside, along[here]).transpose(2, 3)  # t p 2g i
@@ -793,11 +833,14 @@ def _prefix(
             flat = there.flatten()
             for target, z in zip(out, (mean, m2, bias_mean, bias_m2), strict=True):
                 z = z.permute(1, 2, 0, 3).reshape(*lead, group, -1)
-                target[..., rows.flatten()[flat]] = z[..., flat]
+                if straight:
+                    target[..., span] = z
+                else:
+                    target[..., rows.flatten()[flat]] = z[..., flat]
 
     count = (before[:, part.stop] - before[:, part.start]).clamp(min=0)
     count = count.view(*(lead if len(count) > 1 else (1, 1)), 1, queries)
-    return _Rows(count, *out)
+    return _Prefixes(count, *out)
 
 
 def _running_means(
@@ -806,8 +849,8 @@ def _running_means(
     """The mean of the keys that go on before each chunk, and after the last: (chunks + 1, p, d)."""
     means = [running]
     share = n / (n + n_before).clamp(min=1)
-    for c in range(len(centre)):
-        running = centre[c] if fresh[c] else torch.lerp(running, centre[c], share[c])
+    for own, weight, new in zip(centre.unbind(), share.unbind(), fresh, strict=True):
+        running = own if new else torch.lerp(running, own, weight)
         means.append(running)
     return torch.stack(means)
 
@@ -901,5 +944,4 @@ def _singular_values(q: Tensor, key: Tensor, keep: Tensor | None) -> Tensor:
     of_keys = triangle(key, keep)[:, :, None]
     if not rank or 0 in lead:
         return torch.zeros(*lead, rank, dtype=torch.float64, device=q.device)
-    values = torch.linalg.svdvals(of_queries @ of_keys.mT)[..., :rank]
-    return torch.where(finite.all(-1)[..., None], values, math.nan)
+    return torch.linalg.svdvals(of_queries @ of_keys.mT)[..., :rank]
