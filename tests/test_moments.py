@@ -1,5 +1,6 @@
 """score_moments is the n² computation, on every mask and shape, and its parts add up."""
 
+import doctest
 import math
 
 import pytest
@@ -9,10 +10,8 @@ from hypothesis import strategies as st
 
 import scaledot
 from oracle import inputs
-from scaledot import Mask, score_moments, trace
+from scaledot import Mask, moments, score_moments, trace
 from scaledot.moments import ERROR, merge
-
-FLOAT32 = 1e-6
 
 
 def structured(batch, queries, keys):
@@ -113,7 +112,7 @@ def close(name, actual, expected, bound, scale=0.0):
     assert worst <= 0, f"{name}: {float(worst):.3g} above the bound"
 
 
-def assert_as_squared(q, k, bound=ERROR, **arguments):
+def assert_as_squared(q, k, **arguments):
     """Every moment of q and k is the one of the n² computation."""
     m = score_moments(q, k, **arguments)
     want = squared(q, k, **arguments)
@@ -126,19 +125,19 @@ def assert_as_squared(q, k, bound=ERROR, **arguments):
     )
     for name in ("count", "visible"):
         assert torch.equal(getattr(m, name).long(), want[name].long()), name
-    close("mean", m.mean, want["mean"], bound, 1e-3 * size)
+    close("mean", m.mean, want["mean"], ERROR, 1e-3 * size)
     for name in ("var", "var_within", "row_var_mean"):
-        close(name, getattr(m, name), want[name], bound, 1e-3 * total)
-    close("row_mean", m.row_mean, want["row_mean"], bound, 1e-3 * size)
-    close("row_var", m.row_var, want["row_var"], bound, 1e-2 * total[..., None])
+        close(name, getattr(m, name), want[name], ERROR, 1e-3 * total)
+    close("row_mean", m.row_mean, want["row_mean"], ERROR, 1e-3 * size)
+    close("row_var", m.row_var, want["row_var"], ERROR, 1e-2 * total[..., None])
     for name in ("row_shift", "key_bias"):
-        close(name, getattr(m.budget, name), want[name], bound, 1e-2 * total)
+        close(name, getattr(m.budget, name), want[name], ERROR, 1e-2 * total)
     b = m.budget
-    close("sum of the parts", b.interaction + b.row_shift + b.key_bias, b.total, bound)
+    close("sum of the parts", b.interaction + b.row_shift + b.key_bias, b.total, ERROR)
     width = b.scale * b.norms * b.alignment
-    close("product of the factors", width, m.ratio, bound, 1e-6)
+    close("product of the factors", width, m.ratio, ERROR, 1e-6)
     unit = m.unit_scale * m.ratio
-    close("unit scale", unit.nan_to_num(abs(m.scale)), torch.full_like(unit, abs(m.scale)), bound)
+    close("unit scale", unit.nan_to_num(abs(m.scale)), torch.full_like(unit, abs(m.scale)), ERROR)
     return m
 
 
@@ -179,7 +178,7 @@ def test_float32_inputs(mask, kind):
         q, k = shifted(q, 3), shifted(k, 100)
     if kind == "correlated":
         q, k = correlated(q), correlated(k)
-    assert_as_squared(q, k, FLOAT32, enable_gqa=True, **structured(2, 67, 73)[mask])
+    assert_as_squared(q, k, enable_gqa=True, **structured(2, 67, 73)[mask])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -477,6 +476,10 @@ def test_the_line_that_a_human_reads():
     )
     m = score_moments(q.expand(1, 2, 2, 2), k.expand(1, 2, 2, 2))
     assert str(m.budget).startswith("head 0.0: scores are 4.2")
+    for width, line in ((0.97, "unit width"), (1.03, "unit width"), (0.93, "1.1 times too narrow"),
+                        (99.7, "100 times"), (2e6, "2.0e+06 times")):  # fmt: skip
+        factor = width / score_moments(q, k).ratio.item()
+        assert line in str(score_moments(q * factor, k).budget)
     assert "before soft-cap and bias" in repr(m)
     assert "(1, 2)" in repr(m)
 
@@ -484,8 +487,8 @@ def test_the_line_that_a_human_reads():
 def test_merged_texts_are_the_pairs_of_both():
     texts = [inputs(batch=b, queries=n, keys=n, d_k=7, dtype=torch.float64) for b, n in
              ((1, 5), (2, 31), (1, 0))]  # fmt: skip
-    moments = [score_moments(q, k + 3, is_causal=True, enable_gqa=True) for q, k, _ in texts]
-    together = merge(moments)
+    each = [score_moments(q, k + 3, is_causal=True, enable_gqa=True) for q, k, _ in texts]
+    together = merge(each)
     for head in range(6):
         scores, within = [], 0.0
         for q, k, _ in texts:
@@ -504,7 +507,11 @@ def test_merged_texts_are_the_pairs_of_both():
         merge([])
     other = score_moments(*torch.randn(2, 3, 4, 8))
     with pytest.raises(ValueError, match="heads are"):
-        merge([moments[0], other])
+        merge([each[0], other])
+
+
+def test_the_docstrings_examples_are_true():
+    assert doctest.testmod(moments, extraglobs={"torch": torch}).failed == 0
 
 
 def test_it_leaves_no_graph_and_minds_no_autocast():
@@ -544,7 +551,7 @@ def test_real_heads_agree_with_the_statistics_of_observe():
     for path, stats in seen.heads.items():
         heads = [seen.trace(path, head=h) for h in range(stats.heads)]
         q, k = (torch.stack([getattr(t, name) for t in heads])[None] for name in ("query", "key"))
-        m = assert_as_squared(q, k, FLOAT32, is_causal=True, scale=heads[0].scale)
+        m = assert_as_squared(q, k, is_causal=True, scale=heads[0].scale)
         merged = merge([m])
         for name in ("var", "var_within", "row_shift"):
             want = getattr(stats.scaled, name)

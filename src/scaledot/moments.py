@@ -35,8 +35,9 @@ from scaledot.heads import Pairs
 from scaledot.masks import Mask, Visibility, resolve
 
 ERROR = 1e-9
-"""Relative error of every moment against the n² computation in float64 (variances of a row: in
-units of (scale·‖q‖)²·the spread of its keys). tests/test_moments.py"""
+"""Error of every moment against the n² computation in float64, for inputs of any dtype: relative to
+the moment, or if that is larger to scale·max‖q‖·max‖k‖/1000 (means), to a hundredth of the variance
+of all scores (variances). tests/test_moments.py"""
 
 _CHUNK = 4096
 """Rows of q or k turned to float64 at a time."""
@@ -114,16 +115,15 @@ class Budget:
         why = ", ".join(f"{name} ×{_digits(x)}" for name, x in factors)
         if width == 0:
             return f"scores are constant in every row: {why}"
-        if _digits(width) == "1":
+        times = _digits(max(width, 1 / width))
+        if times == "1":
             return f"scores have unit width: {why}"
-        if width > 1:
-            return f"scores are {_digits(width)} times too wide: {why}"
-        return f"scores are {_digits(1 / width)} times too narrow: {why}"
+        return f"scores are {times} times too {'wide' if width > 1 else 'narrow'}: {why}"
 
 
 def _digits(x: float) -> str:
     """Two significant digits, without an exponent from .001 to a million."""
-    if x >= 100:
+    if x >= 99.5:
         return f"{x:,.0f}" if x < 1e6 else f"{x:.1e}"
     return f"{x:.2g}"
 
