@@ -249,7 +249,7 @@ def score_moments(
     skewness, singular_values: where every query of a text sees the same keys only.
 
     Cost: 4·n·d² + 2·n·B·d floating-point operations a head in float64, B = d_k kept within 32 and
-    256 (a bounded window: twice that); memory O(d² + B·d) a head beyond inputs and per-row results.
+    256 (a bounded window: twice that); memory O(d² + B·d) a head and some 30 numbers a row.
     Skewness: 4·n·d³/3 more, or the n² scores a block at a time where that is less. Singular values:
     4·n·d² more.
     Error: `ERROR`.
