@@ -22,6 +22,8 @@ _WHERE = {
     "Trace": "stages",
     "RowStats": "rows",
     "HeadStats": "heads",
+    "score_moments": "moments",
+    "ScoreMoments": "moments",
     "observe": "observation",
     "Observation": "observation",
     "audit": "auditing",
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from scaledot.dispatch import row_stats as row_stats
     from scaledot.heads import HeadStats as HeadStats
     from scaledot.masks import Mask as Mask
+    from scaledot.moments import ScoreMoments as ScoreMoments
+    from scaledot.moments import score_moments as score_moments
     from scaledot.observation import Observation as Observation
     from scaledot.observation import observe as observe
     from scaledot.rows import RowStats as RowStats

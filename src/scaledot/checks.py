@@ -339,6 +339,23 @@ def mask_shape(mask: Tensor, expected: tuple[int, ...]) -> ValueError:
     )
 
 
+def no_structure(kind: str) -> ValueError:
+    """The error for a tensor mask where only a symbolic one makes the work linear."""
+    return ValueError(
+        f"attn_mask is a dense {kind} mask, which has no structure to make score moments linear: "
+        "pass scaledot.Mask(causal, window, lengths, keys, segments), or take score_mean and "
+        "score_var from attention(…, return_stats=True)"
+    )
+
+
+def not_linear(name: str) -> ValueError:
+    """The error for a moment that is linear only where all queries see the same keys."""
+    return ValueError(
+        f"{name}=True needs every query to see the same keys: it is not linear in the length "
+        "under causality, a window or segments"
+    )
+
+
 def _shape(x: Tensor) -> str:
     return str(tuple(x.shape))
 
