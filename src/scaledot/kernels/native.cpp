@@ -607,70 +607,129 @@ struct Block {
   const float* wrong;           // careful pass: 1 where v was not finite (v is 0 there), else null
 };
 
-// Which keys of a block all rows of a strip see plainly: [plain0, plain1) within [a, b).
-struct Cut {
-  int64_t a, b, plain0, plain1;
-  bool ids;                     // documents must be compared key by key
+struct Buffers {       // each keys × lanes of one strip, row 0 for key a
+  float* raw;          // scaled scores; after `masked`, −inf where not counted
+  float* logits;       // what enters softmax, then e; the same array as raw unless both are needed
+  float* bias;         // a float mask tensor's part
+  uint8_t* allowed;    // a boolean mask tensor's part
+  float* slope;        // backward with soft-cap: d capped / d scaled
 };
 
-INLINE Cut cut(const Problem& p, const Strip& s, const Block& block) {
+enum Part { NOTHING, SOMETHING, EVERYTHING };   // of a block's keys a mask tensor lets a strip see
+
+// The mask tensor's part for keys from … to−1 and a strip's rows, turned so that rows are lanes:
+// into w.allowed if it is boolean, into w.bias if it is added to the scores.
+template <int NV>
+Part dense_part(const Problem& p, const Strip& s, int64_t from, int64_t to, const Buffers& w) {
+  const Array& m = p.dense;
+  const bool boolean = m.dtype == BOOL;
+  const int64_t n = to - from, width = NV * W, step = m.stride[3] * size_of(m.dtype);
+  if (m.stride[2] == 0) {   // one row for all queries
+    const char* row = address(m, s.batch, s.head, 0, from);
+    for (int64_t j = 0; j < n; j++) {
+      if (boolean) {
+        std::memset(w.allowed + j * width, row[j * step], width);
+      } else {
+        F bias = splat(read(row + j * step, m.dtype));
+        for (int v = 0; v < NV; v++) store(w.bias + j * width + v * W, bias);
+      }
+    }
+  } else {
+    for (int v = 0; v < NV; v++) {
+      const char* row[W];
+      for (int i = 0; i < W; i++) {
+        int64_t r = s.first + std::min<int64_t>(v * W + i, s.count - 1);
+        row[i] = address(m, s.batch, s.head, r, from);
+      }
+      float* bias = w.bias + v * W;
+      uint8_t* allowed = w.allowed + v * W;
+      int64_t j = 0;
+      if (m.stride[3] == 1 && m.dtype == FLOAT32)
+        for (; j + W <= n; j += W) {
+          F block[W];
+          for (int i = 0; i < W; i++) block[i] = load((const float*)row[i] + j);
+          transpose(block);
+          for (int i = 0; i < W; i++) store(bias + (j + i) * width, block[i]);
+        }
+#if X86
+      if (W == 8 && m.stride[3] == 1 && boolean)
+        for (; j + 16 <= n; j += 16) {   // 8 rows of 16 bytes → 16 of 8
+          __m128i a[8], b[8];
+          for (int i = 0; i < 8; i++) a[i] = _mm_loadu_si128((const __m128i*)(row[i % W] + j));
+          for (int i = 0; i < 4; i++) {
+            b[i] = _mm_unpacklo_epi8(a[2 * i], a[2 * i + 1]);
+            b[i + 4] = _mm_unpackhi_epi8(a[2 * i], a[2 * i + 1]);
+          }
+          for (int i = 0; i < 8; i += 2) {
+            a[i] = _mm_unpacklo_epi16(b[i], b[i + 1]);
+            a[i + 1] = _mm_unpackhi_epi16(b[i], b[i + 1]);
+          }
+          for (int i = 0; i < 8; i += 4)
+            for (int h = 0; h < 2; h++) {
+              b[i + 2 * h] = _mm_unpacklo_epi32(a[i + h], a[i + h + 2]);
+              b[i + 2 * h + 1] = _mm_unpackhi_epi32(a[i + h], a[i + h + 2]);
+            }
+          for (int i = 0; i < 8; i++) {
+            _mm_storel_epi64((__m128i*)(allowed + (j + 2 * i) * width), b[i]);
+            _mm_storeh_pd((double*)(allowed + (j + 2 * i + 1) * width), _mm_castsi128_pd(b[i]));
+          }
+        }
+#endif
+      for (; j < n; j++)
+        for (int i = 0; i < W; i++) {
+          if (boolean) allowed[j * width + i] = row[i][j * step];
+          else bias[j * width + i] = read(row[i] + j * step, m.dtype);
+        }
+    }
+  }
+  if (boolean) {
+    if (!std::memchr(w.allowed, 1, n * width)) return NOTHING;
+    return std::memchr(w.allowed, 0, n * width) ? SOMETHING : EVERYTHING;
+  }
+  F most = splat(-INF);
+  for (int64_t i = 0; i < n * width; i += W) {
+    F bias = load(w.bias + i);
+    most = bias > most ? bias : (bias != bias ? splat(0.0f) : most);
+  }
+  return any(most > splat(-INF)) ? SOMETHING : NOTHING;
+}
+
+INLINE I where_set(const uint8_t* bytes) {
+#if X86 && defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes)) != 0;
+#else
+  I mask;
+  for (int i = 0; i < W; i++) mask[i] = bytes[i] ? -1 : 0;
+  return mask;
+#endif
+}
+
+// Which keys of a block a strip's rows may see, [a, b), and which all of them see plainly.
+struct Cut {
+  int64_t a, b, plain0, plain1;
+  bool ids, dense;              // documents, the mask tensor: must be looked at key by key
+};
+
+// Also fills the buffer of the mask tensor's part: a part that hides everything ends the block's
+// work, one that allows everything is forgotten.
+template <int NV>
+INLINE Cut cut(const Problem& p, const Strip& s, const Block& block, const Buffers& w) {
   Cut c;
   c.a = std::max(block.k0, s.lo_min);
   c.b = std::min(block.k1, s.hi_max + 1);
   c.ids = block.ids && !(s.id_min == s.id_max && block.id_min == block.id_max && s.id_min == block.id_min);
   if (c.ids && (s.id_max < block.id_min || block.id_max < s.id_min)) c.b = c.a;   // other documents
-  bool plain = !p.dense.data && p.softcap == 0 && !block.keep && !c.ids;
+  c.dense = p.dense.data;
+  if (c.dense && c.a < c.b) {
+    const Part part = dense_part<NV>(p, s, c.a, c.b, w);
+    if (part == NOTHING) c.b = c.a;
+    if (part == EVERYTHING) c.dense = false;
+  }
+  const bool plain = !c.dense && p.softcap == 0 && !block.keep && !c.ids;
   c.plain0 = plain ? std::max(c.a, s.lo_max) : c.a;
   c.plain1 = plain ? std::min(c.b, s.hi_min + 1) : c.a;
   if (c.plain0 >= c.plain1) c.plain0 = c.plain1 = c.a;
   return c;
-}
-
-// The mask tensor's part for keys from … to−1 and a strip's rows, as columns: a bias, −inf hidden.
-template <int NV>
-void dense_columns(const Problem& p, const Strip& s, int64_t from, int64_t to, float* out) {
-  const Array& m = p.dense;
-  int64_t size = size_of(m.dtype), step = m.stride[3] * size;
-  if (m.stride[2] == 0) {   // one row for all queries
-    const char* row = address(m, s.batch, s.head, 0, from);
-    for (int64_t j = 0; j < to - from; j++) {
-      F bias = splat(read(row + j * step, m.dtype));
-      for (int v = 0; v < NV; v++) store(out + j * NV * W + v * W, bias);
-    }
-    return;
-  }
-  for (int v = 0; v < NV; v++) {
-    const char* row[W];
-    for (int i = 0; i < W; i++) {
-      int64_t r = s.first + std::min<int64_t>(v * W + i, s.count - 1);
-      row[i] = address(m, s.batch, s.head, r, from);
-    }
-    float* column = out + v * W;
-    int64_t j = 0;
-    if (m.stride[3] == 1 && m.dtype == FLOAT32) {
-      for (; j + W <= to - from; j += W) {
-        F block[W];
-        for (int i = 0; i < W; i++) block[i] = load((const float*)row[i] + j);
-        transpose(block);
-        for (int i = 0; i < W; i++) store(column + (j + i) * NV * W, block[i]);
-      }
-    }
-#if X86 && defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
-    if (m.stride[3] == 1 && m.dtype == BOOL) {
-      for (; j + W <= to - from; j += W) {
-        F block[W];
-        for (int i = 0; i < W; i++) {
-          __m256i allowed = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(row[i] + j)));
-          block[i] = where((I)allowed == 0, splat(-INF));
-        }
-        transpose(block);
-        for (int i = 0; i < W; i++) store(column + (j + i) * NV * W, block[i]);
-      }
-    }
-#endif
-    for (; j < to - from; j++)
-      for (int i = 0; i < W; i++) column[j * NV * W + i] = read(row[i] + j * step, m.dtype);
-  }
 }
 
 // What a block of keys adds to each lane before the weights are known.
@@ -678,55 +737,60 @@ template <int NV> struct Gathered {
   F top[NV], peak[NV], sum[NV], count[NV];   // largest logit; of counted scores: largest, Σ, number
 };
 
-struct Buffers {       // each keys × lanes of one strip
-  float* raw;          // scaled scores; after `masked`, −inf where not counted
-  float* logits;       // what enters softmax, then e; the same array as raw unless both are needed
-  float* bias;
-  float* slope;        // backward with soft-cap: d capped / d scaled
-};
-
-// Apply soft-cap, bias and everything that hides to keys from … to−1; row 0 of the buffers is key a.
+// Apply soft-cap, bias and everything that hides to keys from … to−1.
 template <int NV>
 void masked(const Problem& p, const Strip& s, const Block& block, const Cut& c, int64_t from,
             int64_t to, const Buffers& w, Gathered<NV>& g) {
   const int64_t width = NV * W;
-  const bool dense = p.dense.data, capped = p.softcap != 0, apart = w.raw != w.logits;
-  if (dense) dense_columns<NV>(p, s, from, to, w.bias + (from - c.a) * width);
-  const F cap = splat((float)p.softcap), inverse = splat(capped ? (float)(1 / p.softcap) : 0.0f);
-  const F floor = splat((float)p.floor), hidden = splat(-INF);
+  const F hidden = splat(-INF);
+  const bool edges = from < s.lo_max || to > s.hi_min + 1;
   for (int v = 0; v < NV; v++) {
     const I lo = load(s.lo + v * W), hi = load(s.hi + v * W), ids = load(s.ids + v * W);
-    F top = g.top[v], peak = g.peak[v], sum = g.sum[v], count = g.count[v];
-    for (int64_t j = from; j < to; j++) {
-      const int64_t at = (j - c.a) * width + v * W;
-      I visible = ~((lo > splat((int32_t)j)) | (hi < splat((int32_t)j)));
-      if (block.keep && !block.keep[j]) visible = I{};
-      if (c.ids) visible &= ids == splat(block.ids[j]);
-      F score = load(w.raw + at), logit = score;
-      if (capped) {
-        F bounded = tanh_of(score * inverse);
-        logit = cap * bounded;
-        if (w.slope) store(w.slope + at, splat(1.0f) - bounded * bounded);
+    const F cap = splat((float)p.softcap), inverse = splat(p.softcap != 0 ? (float)(1 / p.softcap) : 0.0f);
+    const F floor = splat((float)p.floor);
+    F top = g.top[v], peak = g.peak[v], sum = g.sum[v];
+    I count{};
+    auto each = [&](auto dense, auto capped) {
+      constexpr int DENSE = decltype(dense)::value;   // 1 boolean, 2 added
+      for (int64_t j = from; j < to; j++) {
+        const int64_t at = (j - c.a) * width + v * W;
+        I visible = ~I{};
+        if (edges) visible = ~((lo > splat((int32_t)j)) | (hi < splat((int32_t)j)));
+        if (block.keep && !block.keep[j]) visible = I{};
+        if (c.ids) visible &= ids == splat(block.ids[j]);
+        if (DENSE == 1) visible &= where_set(w.allowed + at);
+        F score = load(w.raw + at), logit = score;
+        if (decltype(capped)::value) {
+          F bounded = tanh_of(score * inverse);
+          logit = cap * bounded;
+          if (w.slope) store(w.slope + at, splat(1.0f) - bounded * bounded);
+        }
+        I counted = visible;
+        if (DENSE == 2) {
+          F bias = load(w.bias + at);
+          I low = bias <= floor;
+          counted = visible & ~low;
+          visible &= bias != hidden;
+          logit = where(low & ~isfinite(logit), F{}, logit) + larger(splat(LOWEST), bias);
+        }
+        sum += where(counted, score);
+        count -= counted;
+        logit = where(visible, logit, hidden);
+        top = larger(logit, top);
+        store(w.logits + at, logit);
+        if (DENSE == 2 || decltype(capped)::value) {
+          F shown = where(counted, score, hidden);
+          peak = larger(shown, peak);
+          if (w.raw != w.logits) store(w.raw + at, shown);
+        }
       }
-      I counted = visible;
-      if (dense) {
-        F bias = load(w.bias + at);
-        visible &= bias != hidden;
-        I low = bias <= floor;
-        counted = visible & ~low;
-        logit = where(low & ~isfinite(logit), F{}, logit) + larger(splat(LOWEST), bias);
-        sum += where(counted, logit - logit);   // NaN if a visible logit is not finite
-      }
-      sum += where(counted, score);
-      count += where(counted, splat(1.0f));
-      F shown = where(counted, score, hidden);
-      peak = larger(shown, peak);
-      logit = where(visible, logit, hidden);
-      top = larger(logit, top);
-      if (apart) store(w.raw + at, shown);
-      store(w.logits + at, logit);
-    }
-    g.top[v] = top, g.peak[v] = peak, g.sum[v] = sum, g.count[v] = count;
+    };
+    const int dense = !c.dense ? 0 : p.dense.dtype == BOOL ? 1 : 2;
+    if (p.softcap != 0) dense == 0 ? each(Int<0>{}, Int<1>{}) : dense == 1 ? each(Int<1>{}, Int<1>{}) : each(Int<2>{}, Int<1>{});
+    else dense == 0 ? each(Int<0>{}, Int<0>{}) : dense == 1 ? each(Int<1>{}, Int<0>{}) : each(Int<2>{}, Int<0>{});
+    g.top[v] = top, g.sum[v] = sum;
+    g.peak[v] = p.softcap != 0 || dense == 2 ? peak : top;
+    g.count[v] += __builtin_convertvector(count, F);
   }
 }
 
@@ -780,7 +844,7 @@ void spoil(const Problem& p, Strip& s, const Block& block, const Cut& c, const B
       int64_t at = (j - c.a) * width + i;
       bool attends = w.logits[at] != -INF;
       // A key hidden by a finfo.min bias is attended to only by a row that sees nothing else.
-      if (p.dense.data && s.seen_any[i] && w.bias[at] <= (float)p.floor) attends = false;
+      if (w.bias && c.dense && s.seen_any[i] && w.bias[at] <= (float)p.floor) attends = false;
       if (!attends) continue;
       for (int64_t x = 0; x < p.value_dim; x++)
         if (wrong[x] != 0) s.ot[x * width + i] = nan;
@@ -790,7 +854,7 @@ void spoil(const Problem& p, Strip& s, const Block& block, const Cut& c, const B
 
 template <int NV, bool STATS>
 void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers& w) {
-  const Cut c = cut(p, s, block);
+  const Cut c = cut<NV>(p, s, block, w);
   if (c.a >= c.b) return;
   const int64_t width = NV * W, n = c.b - c.a;
   const bool all_plain = c.plain0 == c.a && c.plain1 == c.b;
@@ -832,7 +896,7 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
     }
     store(state.mean + v * W, mean + gap * weight);
     store(state.count + v * W, both);
-    something |= g.top[v] > splat(-INF);
+    something |= (g.top[v] > splat(-INF)) | (g.count[v] > F{});
   }
   if (!any(something)) return;   // every key hidden
 
@@ -1119,7 +1183,8 @@ Workspace workspace(const Problem& p, const Plan& plan, int64_t strip_count, Str
   w.buffers.raw = memory.floats(lanes);
   bool apart = p.softcap != 0 || (p.dense.data && p.dense.dtype != BOOL);
   w.buffers.logits = apart ? memory.floats(lanes) : w.buffers.raw;
-  w.buffers.bias = p.dense.data ? memory.floats(lanes) : nullptr;
+  w.buffers.bias = p.dense.data && p.dense.dtype != BOOL ? memory.floats(lanes) : nullptr;
+  w.buffers.allowed = p.dense.data && p.dense.dtype == BOOL ? (uint8_t*)memory.floats(lanes / 4 + W) : nullptr;
   w.buffers.slope = nullptr;
   w.k = memory.floats(plan.keys * p.dim);
   w.v = memory.floats(plan.keys * p.value_dim);
@@ -1242,7 +1307,7 @@ void strip_gradient(const Problem& p, const Strip& s, const Block& block, const 
       if (!all_plain) {
         I visible = logit != splat(-INF);
         // Only a row that sees nothing attends to what a finfo.min bias leaves it.
-        if (p.dense.data) visible &= ~((load(w.bias + at) <= floor) & counted);
+        if (c.dense && w.bias) visible &= ~((load(w.bias + at) <= floor) & counted);
         weight = where(visible, weight);
         ds = where(visible, ds);
       }
@@ -1324,7 +1389,8 @@ void backward_head(const Problem& p, const Plan& plan, int64_t b, int64_t h, int
       int64_t used0 = g1, used1 = g0;       // strips that see the block
       for (int64_t i = g0; i < g1; i++) {
         Strip& s = m.strips[i];
-        const Cut c = cut(p, s, block);
+        Cut c;
+        with_vectors(s.nv, [&](auto nv) { c = cut<decltype(nv)::value>(p, s, block, w.buffers); });
         const int64_t lane0 = s.first - first_row, width = s.nv * W;
         if (c.a < c.b) used0 = std::min(used0, i), used1 = i + 1;
         const int64_t a = c.a < c.b ? c.a : block.k1, end_seen = c.a < c.b ? c.b : block.k1;
@@ -1427,7 +1493,8 @@ void backward(const Problem& p) {
     m.q_rows = memory.floats(p.queries * k_width);
     m.g_rows = memory.floats(p.queries * v_width);
     w.buffers.raw = w.buffers.logits = memory.floats(lanes);
-    w.buffers.bias = p.dense.data ? memory.floats(lanes) : nullptr;
+    w.buffers.bias = p.dense.data && p.dense.dtype != BOOL ? memory.floats(lanes) : nullptr;
+    w.buffers.allowed = p.dense.data && p.dense.dtype == BOOL ? (uint8_t*)memory.floats(lanes / 4 + W) : nullptr;
     w.buffers.slope = p.softcap != 0 ? memory.floats(lanes) : nullptr;
     m.dp = memory.floats(lanes);
     m.p = memory.floats(plan.keys * ROWS_AT_ONCE);
