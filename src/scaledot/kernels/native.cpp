@@ -310,7 +310,12 @@ INLINE const char* address(const Array& a, int64_t i, int64_t j, int64_t k, int6
 INLINE float read(const char* p, int64_t dtype) {
   switch (dtype) {
     case FLOAT32: { float x; std::memcpy(&x, p, 4); return x; }
-    case FLOAT64: { double x; std::memcpy(&x, p, 8); return (float)x; }
+    case FLOAT64: {   // what hides a key, −inf or half of finfo.min, still does as a float
+      double x;
+      std::memcpy(&x, p, 8);
+      if (x < 0.99 * LOWEST && x != -INF) return x <= -8.9e307 ? LOWEST : 0.99f * LOWEST;
+      return x > -LOWEST ? -LOWEST : (float)x;
+    }
     case BOOL: return *p ? 0.0f : -INF;   // "may attend" as a bias
     default: {
       uint16_t h;
@@ -615,6 +620,9 @@ struct Buffers {       // each keys × lanes of one strip, row 0 for key a
   float* slope;        // backward with soft-cap: d capped / d scaled
 };
 
+// Half of finfo.min of the bias's dtype, as a float: `read` clamps a float64 bias to match.
+INLINE float float_floor(const Problem& p) { return p.floor < LOWEST ? LOWEST : (float)p.floor; }
+
 enum Part { NOTHING, SOMETHING, EVERYTHING };   // of a block's keys a mask tensor lets a strip see
 
 // The mask tensor's part for keys from … to−1 and a strip's rows, turned so that rows are lanes:
@@ -640,6 +648,8 @@ Part dense_part(const Problem& p, const Strip& s, int64_t from, int64_t to, cons
       for (int i = 0; i < W; i++) {
         int64_t r = s.first + std::min<int64_t>(v * W + i, s.count - 1);
         row[i] = address(m, s.batch, s.head, r, from);
+        // The next block's part of the row: short pieces far apart, which no hardware foresees.
+        for (int64_t x = 0; x < n * step; x += 64) __builtin_prefetch(row[i] + n * step + x, 0, 2);
       }
       float* bias = w.bias + v * W;
       uint8_t* allowed = w.allowed + v * W;
@@ -686,12 +696,9 @@ Part dense_part(const Problem& p, const Strip& s, int64_t from, int64_t to, cons
     if (!std::memchr(w.allowed, 1, n * width)) return NOTHING;
     return std::memchr(w.allowed, 0, n * width) ? SOMETHING : EVERYTHING;
   }
-  F most = splat(-INF);
-  for (int64_t i = 0; i < n * width; i += W) {
-    F bias = load(w.bias + i);
-    most = bias > most ? bias : (bias != bias ? splat(0.0f) : most);
-  }
-  return any(most > splat(-INF)) ? SOMETHING : NOTHING;
+  I other{};   // bits that are not those of −inf
+  for (int64_t i = 0; i < n * width; i += W) other |= (I)load(w.bias + i) ^ (I)splat(-INF);
+  return any(other) ? SOMETHING : NOTHING;
 }
 
 INLINE I where_set(const uint8_t* bytes) {
@@ -747,7 +754,7 @@ void masked(const Problem& p, const Strip& s, const Block& block, const Cut& c, 
   for (int v = 0; v < NV; v++) {
     const I lo = load(s.lo + v * W), hi = load(s.hi + v * W), ids = load(s.ids + v * W);
     const F cap = splat((float)p.softcap), inverse = splat(p.softcap != 0 ? (float)(1 / p.softcap) : 0.0f);
-    const F floor = splat((float)p.floor);
+    const F floor = splat(float_floor(p));
     F top = g.top[v], peak = g.peak[v], sum = g.sum[v];
     I count{};
     auto each = [&](auto dense, auto capped) {
@@ -771,7 +778,8 @@ void masked(const Problem& p, const Strip& s, const Block& block, const Cut& c, 
           I low = bias <= floor;
           counted = visible & ~low;
           visible &= bias != hidden;
-          logit = where(low & ~isfinite(logit), F{}, logit) + larger(splat(LOWEST), bias);
+          if (any(low)) logit = where(low & ~isfinite(logit), F{}, logit);
+          logit += bias;
         }
         sum += where(counted, score);
         count -= counted;
@@ -844,7 +852,7 @@ void spoil(const Problem& p, Strip& s, const Block& block, const Cut& c, const B
       int64_t at = (j - c.a) * width + i;
       bool attends = w.logits[at] != -INF;
       // A key hidden by a finfo.min bias is attended to only by a row that sees nothing else.
-      if (w.bias && c.dense && s.seen_any[i] && w.bias[at] <= (float)p.floor) attends = false;
+      if (w.bias && c.dense && s.seen_any[i] && w.bias[at] <= float_floor(p)) attends = false;
       if (!attends) continue;
       for (int64_t x = 0; x < p.value_dim; x++)
         if (wrong[x] != 0) s.ot[x * width + i] = nan;
@@ -1290,7 +1298,7 @@ void strip_gradient(const Problem& p, const Strip& s, const Block& block, const 
   product<NV>(value, block.ldv, n, s.ot, width, p.value_dim, 1.0f, m.dp, width);
 
   const bool all_plain = c.plain0 == c.a && c.plain1 == c.b;
-  const F floor = splat((float)p.floor);
+  const F floor = splat(float_floor(p));
   for (int v = 0; v < NV; v++) {
     const F top = load(s.state.top + v * W), log_mass = load(s.state.rest_log + v * W);
     const F level = load(s.state.mean + v * W), d_entropy = load(s.state.m2 + v * W);
@@ -1617,10 +1625,10 @@ void masked_row(const Problem& p, const Block& block, int64_t b, int64_t h, int6
     if (dense) {
       const float bias = read(dense + x * step, p.dense.dtype);
       visible &= bias != -INF;
-      const bool low = bias <= (float)p.floor;
+      const bool low = bias <= float_floor(p);
       counted = visible && !low;
       if (low && !std::isfinite(logit)) logit = 0;
-      logit += bias < LOWEST ? LOWEST : bias;
+      logit += bias;
       if (counted) poison += logit - logit;
     }
     if (!counted) raw[x] = -INF;
