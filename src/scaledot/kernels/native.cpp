@@ -270,7 +270,8 @@ struct Problem {
   const float* sinks;              // (heads) or null
   float* out;                      // (batch, heads, queries, value_dim), contiguous
   float* rows;                     // FIELDS × (batch·heads·queries)
-  uint8_t* nonfinite;              // batch·heads·queries
+  int32_t* whole;                  // visible, then top_key
+  uint8_t* nonfinite;
   int64_t statistics;              // 0: only what `out` and backward need
   int64_t threads;
   // backward
@@ -282,9 +283,9 @@ struct Problem {
 };
 
 enum Field {
-  VISIBLE, MEAN, VARIANCE, LARGEST, LSE, ENTROPY, TOP_KEY, MARGIN, COLLISION, JACOBIAN, MEAN_KEY,
-  SINK_MASS, TOP, LOG_MASS, FIELDS
-};  // VISIBLE and TOP_KEY hold int32
+  MEAN, VARIANCE, LARGEST, LSE, ENTROPY, MARGIN, COLLISION, JACOBIAN, MEAN_KEY, SINK_MASS, TOP,
+  LOG_MASS, FIELDS
+};
 
 INLINE int64_t size_of(int64_t dtype) {
   return dtype == FLOAT64 ? 8 : dtype == BOOL ? 1 : dtype == BFLOAT16 || dtype == FLOAT16 ? 2 : 4;
@@ -313,7 +314,7 @@ INLINE float read(const char* p, int64_t dtype) {
     case FLOAT64: {   // what hides a key, −inf or half of finfo.min, still does as a float
       double x;
       std::memcpy(&x, p, 8);
-      if (x < 0.99 * LOWEST && x != -INF) return x <= -8.9e307 ? LOWEST : 0.99f * LOWEST;
+      if (x < 0.99 * LOWEST && x != -INF) return x <= std::numeric_limits<double>::lowest() / 2 ? LOWEST : 0.99f * LOWEST;
       return x > -LOWEST ? -LOWEST : (float)x;
     }
     case BOOL: return *p ? 0.0f : -INF;   // "may attend" as a bias
@@ -617,6 +618,7 @@ struct Buffers {       // each keys × lanes of one strip, row 0 for key a
   float* logits;       // what enters softmax, then e; the same array as raw unless both are needed
   float* bias;         // a float mask tensor's part
   uint8_t* allowed;    // a boolean mask tensor's part
+  float* tops;         // of each tile of plain keys, the lanes' largest
   float* slope;        // backward with soft-cap: d capped / d scaled
 };
 
@@ -820,13 +822,17 @@ INLINE void scores(const Problem& p, const Strip& s, const Block& block, const C
     constexpr int T = decltype(t)::value;
     F sum[T][NV] = {};
     multiply_rows<T, NV>(sum, k + (c.plain0 + j) * block.ldk, block.ldk, s.qt, width, p.dim);
-    for (int i = 0; i < T; i++)
-      for (int v = 0; v < NV; v++) {
+    for (int v = 0; v < NV; v++) {
+      F top = splat(-INF);
+      for (int i = 0; i < T; i++) {
         F score = sum[i][v] * scale;
         store(plain + (j + i) * width + v * W, score);
-        g.top[v] = larger(score, g.top[v]);
+        top = larger(score, top);
         g.sum[v] += score;
       }
+      if (T == tile_rows<NV>()) store(w.tops + j / T * width + v * W, top);
+      g.top[v] = larger(top, g.top[v]);
+    }
   });
   for (int v = 0; v < NV; v++) g.peak[v] = g.top[v];
   const int64_t parts[2][2] = {{c.a, c.plain0}, {c.plain1, c.b}};
@@ -858,6 +864,33 @@ void spoil(const Problem& p, Strip& s, const Block& block, const Cut& c, const B
         if (wrong[x] != 0) s.ot[x * width + i] = nan;
     }
   }
+}
+
+// In each lane that grew, the first of n keys whose logit is `top`. Where the tiles' largest are known
+// the tile is looked for first.
+template <int NV>
+INLINE I first_equal(const Buffers& w, int v, int64_t n, bool tiled, I grew, F top) {
+  constexpr int64_t width = NV * W, T = tile_rows<NV>();
+  const float *logits = w.logits + v * W, *tops = w.tops + v * W;
+  const int64_t tiles = tiled ? n / T : 0;
+  I index{}, tile = splat((int32_t)-1), at = splat((int32_t)n);
+  for (int64_t j = n - 1; j >= tiles * T; j--) {
+    at -= 1;
+    index = (load(logits + j * width) == top) ? at : index;
+  }
+  at = splat((int32_t)tiles);
+#pragma GCC unroll 4
+  for (int64_t t = tiles - 1; t >= 0; t--) {
+    at -= 1;
+    tile = (load(tops + t * width) == top) ? at : tile;
+  }
+  for (int i = 0; i < W && tiles; i++) {
+    if (!grew[i] || tile[i] < 0) continue;
+    int32_t j = tile[i] * (int32_t)T;
+    while (logits[j * width + i] != top[i]) j++;
+    index[i] = j;
+  }
+  return index;
 }
 
 template <int NV, bool STATS>
@@ -933,13 +966,7 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
       store(o, load(o) * f);
     }
     // The new top key, the first of equals. Its e is left out of the sums, then set to 1.
-    I index{}, position = splat((int32_t)n);
-#pragma GCC unroll 4
-    for (int64_t j = n - 1; j >= 0; j--) {
-      position -= 1;
-      I same = load(w.logits + j * width + v * W) == g.top[v];
-      index = same ? position : index;
-    }
+    const I index = first_equal<NV>(w, v, n, all_plain, grew, g.top[v]);
     store(state.key + v * W, grew ? index + splat((int32_t)c.a) : key);
     store(state.top + v * W, where(grew, g.top[v], top));
     for (int i = 0; i < W; i++)
@@ -1038,7 +1065,8 @@ void finish(const Problem& p, const State& state, int64_t row, int64_t count, fl
     F scaling = where(sink_wins, f, one) / total;
     store(inverse + v * W, where(bad, nan, where(none, F{}, scaling)));
 
-    put(VISIBLE, __builtin_convertvector(seen, I));
+    const I visible = __builtin_convertvector(seen, I);
+    std::memcpy(p.whole + row + v * W, &visible, here * 4);
     put(LSE, where(empty, p.sinks ? sink : splat(-INF), where(bad, nan, lse)));
     put(TOP, top);
     put(LOG_MASS, where(bad, nan, where(none, F{}, log_mass)));   // NaN spoils the gradients too
@@ -1053,7 +1081,8 @@ void finish(const Problem& p, const State& state, int64_t row, int64_t count, fl
     put(VARIANCE, defined(load(state.m2 + v * W) / seen));
     put(LARGEST, defined(peak));
     put(ENTROPY, defined(log1p_of(all) - all_log / total));
-    put(TOP_KEY, nothing ? splat(-1) : key);
+    const I top_key = nothing ? splat(-1) : key;
+    std::memcpy(p.whole + total_rows + row + v * W, &top_key, here * 4);
     put(MARGIN, defined(margin));
     put(COLLISION, defined((one + all_sq) / square));
     put(JACOBIAN, defined((splat(2.0f) * all + all * all - all_sq) / square));
@@ -1077,7 +1106,7 @@ Plan plan_for(const Problem& p) {
   };
   bool readable = in_place(p.key, p.dim) && (p.value_dim == 0 || in_place(p.value, p.value_dim));
   const int64_t widest = std::max(p.dim, p.value_dim);
-  plan.copy = !readable || widest > 128 || p.queries <= 2 * R;
+  plan.copy = !readable || widest > 128 || (p.queries <= 2 * R && p.keys >= 512);
   plan.keys = widest <= 128 ? 128 : 64;
   int64_t strips = p.queries <= 256 && !plan.copy ? 2 : plan.copy || widest > 64 ? 8 : 4;
   static const char* tune = std::getenv("SCALEDOT_TUNE");
@@ -1184,7 +1213,7 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
 
 Workspace workspace(const Problem& p, const Plan& plan, int64_t strip_count, Strip*& strips) {
   const int64_t lanes = plan.keys * R, rows = strip_count * R;
-  memory.reserve((rows * (p.dim + p.value_dim) + 4 * lanes + plan.keys * (p.dim + 2 * p.value_dim) +
+  memory.reserve((rows * (p.dim + p.value_dim) + 5 * lanes + plan.keys * (p.dim + 2 * p.value_dim) +
                   W * (p.dim + p.value_dim)) * 4 + strip_count * sizeof(Strip) + 64 * 128);
   Workspace w;
   strips = (Strip*)memory.floats(strip_count * sizeof(Strip) / 4);
@@ -1193,6 +1222,7 @@ Workspace workspace(const Problem& p, const Plan& plan, int64_t strip_count, Str
   w.buffers.logits = apart ? memory.floats(lanes) : w.buffers.raw;
   w.buffers.bias = p.dense.data && p.dense.dtype != BOOL ? memory.floats(lanes) : nullptr;
   w.buffers.allowed = p.dense.data && p.dense.dtype == BOOL ? (uint8_t*)memory.floats(lanes / 4 + W) : nullptr;
+  w.buffers.tops = memory.floats(lanes / 4 + R);
   w.buffers.slope = nullptr;
   w.k = memory.floats(plan.keys * p.dim);
   w.v = memory.floats(plan.keys * p.value_dim);

@@ -23,13 +23,14 @@ from scaledot.kernels.tiled import Gradients, Terms
 from scaledot.masks import Visibility
 from scaledot.rows import RowStats
 
-FIELDS = 14
-"""Statistics a row in the packed result, in the order of native.cpp's `enum Field`."""
+FLOATS = 12
+"""Float statistics of a row, in the order of native.cpp's `enum Field`."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK_DTYPES = DTYPES | {torch.bool: 3, torch.float64: 4}
 _VARIANTS = ("avx2", "baseline")
-_LAYOUT = struct.Struct("=7q3d3q42q6q10q4q")
+_NOTHING = (0,) * 6
+_LAYOUT = struct.Struct("=7q3d3q42q7q10q4q")
 
 
 class _Missing(Exception):
@@ -123,41 +124,23 @@ def forward(
     Without `statistics`, only visible, lse and nonfinite of the rows are defined.
     Raises: ValueError for dropout and for a dtype other than float32, bfloat16 and float16.
     """
-    batch, heads, queries, _ = query.shape
-    shape = (batch, heads, queries)
-    rows = batch * heads * queries
-    packed = query.new_empty((FIELDS * rows + (rows + 3) // 4,), dtype=torch.float32)
-    out = None
-    if value is not None:
-        out = query.new_empty((*shape, value.shape[3]), dtype=torch.float32)
-    start = packed.data_ptr()
-    flags = start + 4 * FIELDS * rows
-    if rows:
-        problem, _kept = _problem(
-            query, key, value, seen, terms, out, start, flags, int(statistics), ()
-        )
+    shape = query.shape[:3]
+    numbers = torch.empty((FLOATS, *shape))
+    whole = torch.empty((2, *shape), dtype=torch.int32)
+    nonfinite = torch.empty(shape, dtype=torch.bool)
+    out = None if value is None else torch.empty((*shape, value.shape[3]))
+    if nonfinite.numel():
+        results = (numbers.data_ptr(), whole.data_ptr(), nonfinite.data_ptr())
+        problem, _kept = _problem(query, key, value, seen, terms, out, results, int(statistics))
         _library().scaledot_forward(problem)
-    fields = packed[: FIELDS * rows].view(FIELDS, *shape)
-    (_, mean, variance, largest, lse, entropy, _, margin, collision, jacobian, mean_key, sink_mass,
-     top, log_mass) = fields.unbind()  # fmt: skip
-    whole = fields.view(torch.int32)
-    stats = RowStats(
-        visible=whole[0],
-        score_mean=mean,
-        score_var=variance,
-        max_score=largest,
-        lse=lse,
-        entropy=entropy,
-        top_key=whole[6],
-        top_margin=margin,
-        collision=collision,
-        jacobian_trace=jacobian,
-        mean_key=mean_key,
-        nonfinite=packed[FIELDS * rows :].view(torch.bool)[:rows].view(shape),
-        sink_mass=None if terms.sinks is None else sink_mass,
-        kernel="native",
-    )
-    return out, stats, top, log_mass
+    (mean, variance, largest, lse, entropy, margin, collision, jacobian, mean_key, sink_mass, top,
+     log_mass) = numbers.unbind()  # fmt: skip
+    visible, top_key = whole.unbind()
+    rows = RowStats(
+        visible, mean, variance, largest, lse, entropy, top_key, margin, collision, jacobian,
+        mean_key, nonfinite, None if terms.sinks is None else sink_mass, "native",
+    )  # fmt: skip
+    return out, rows, top, log_mass
 
 
 def backward(
@@ -209,9 +192,9 @@ def backward(
             0 if x is None else x.data_ptr()
             for x in (d_out, level, d_entropy, top, log_mass, counted, d_query, d_key, d_value, d_bias)
         )
-        strides = (0,) * 4 if d_bias is None else _array(d_bias)[2:]
+        strides = (0,) * 4 if d_bias is None else _broadcast(d_bias)[2:]
         problem, _kept = _problem(
-            query, key, value, seen, terms, None, 0, 0, 0, (*addresses, *strides)
+            query, key, value, seen, terms, None, backward=(*addresses, *strides)
         )
         _library().scaledot_backward(problem)
     else:
@@ -221,7 +204,8 @@ def backward(
 
 def _problem(
     query: Tensor, key: Tensor, value: Tensor | None, seen: Visibility, terms: Terms,
-    out: Tensor | None, rows: int, flags: int, statistics: int, backward: tuple[int, ...],
+    out: Tensor | None, results: tuple[int, int, int] = (0, 0, 0), statistics: int = 0,
+    backward: tuple[int, ...] = (0,) * 14,
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:  # fmt: skip
     """native.cpp's `Problem`, and the tensors that must live as long as it is used."""
     if terms.dropout_p:
@@ -242,29 +226,29 @@ def _problem(
         batch, heads, kv_heads, queries, keys, dim, 0 if value is None else value.shape[3],
         terms.scale, terms.softcap or 0.0, floor,
         seen.offset, -1 if seen.left is None else seen.left, -1 if seen.right is None else seen.right,
-        *_array(query), *_array(key), *_array(value),
-        *_per_key(keep), *_per_key(query_ids), *_per_key(key_ids), *_array(dense),
-        0 if sinks is None else sinks.data_ptr(), 0 if out is None else out.data_ptr(), rows, flags,
-        statistics, torch.get_num_threads(),
-        *(backward or (0,) * 14),
+        query.data_ptr(), DTYPES[query.dtype], *query.stride(),
+        key.data_ptr(), DTYPES[key.dtype], *key.stride(),
+        *(_NOTHING if value is None else (value.data_ptr(), DTYPES[value.dtype], *value.stride())),
+        *(_NOTHING if keep is None else _per_key(keep)),
+        *(_NOTHING if query_ids is None else _per_key(query_ids)),
+        *(_NOTHING if key_ids is None else _per_key(key_ids)),
+        *(_NOTHING if dense is None else _broadcast(dense)),
+        0 if sinks is None else sinks.data_ptr(), 0 if out is None else out.data_ptr(), *results,
+        statistics, torch.get_num_threads(), *backward,
     )  # fmt: skip
     return numbers, (keep, query_ids, key_ids, dense, sinks)
 
 
-def _array(x: Tensor | None) -> tuple[int, ...]:
-    """An `Array`: address, dtype, strides; 0 along an axis that is broadcast."""
-    if x is None:
-        return (0,) * 6
-    return (
-        x.data_ptr(), _MASK_DTYPES[x.dtype],
-        *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)),
-    )  # fmt: skip
+def _broadcast(x: Tensor) -> tuple[int, ...]:
+    """native.cpp's `Array`: address, dtype, strides; 0 along an axis that is broadcast."""
+    strides = (0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), _MASK_DTYPES[x.dtype], *strides
 
 
-def _per_key(x: Tensor | None) -> tuple[int, ...]:
-    if x is None:
-        return (0,) * 6
-    return x.data_ptr(), 5 if x.dtype == torch.int32 else 3, 0 if x.shape[0] == 1 else x.shape[1], 0, 0, 1
+def _per_key(x: Tensor) -> tuple[int, ...]:
+    """A contiguous (batch or 1, keys) table as an `Array`."""
+    batch = 0 if x.shape[0] == 1 else x.shape[1]
+    return x.data_ptr(), 5 if x.dtype == torch.int32 else 3, batch, 0, 0, 1
 
 
 def _small_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
