@@ -129,6 +129,12 @@ def statistics_cost(quick: bool, seconds: float) -> Iterator[Line]:
             "statistics only", shape, lambda: F.scaled_dot_product_attention(q, k, v),
             kernel(q, k, None), seconds=seconds,
         )  # fmt: skip
+        p = checks.problem(q, k, v)
+        seen, terms = resolve(p), tiled.Terms(p.scale, None, None, 0.0, 0)
+        yield compare(
+            "four scales, against one", shape, lambda: native.row_stats(q, k, seen, terms),
+            lambda: native.row_stats(q, k, seen, terms, (1.0, 2.0, 4.0, 8.0)), seconds=seconds,
+        )  # fmt: skip
 
 
 def backward(quick: bool, seconds: float) -> Iterator[Line]:

@@ -63,8 +63,13 @@ def attend(q, k, v, attn_mask=None, *, return_stats=False, **arguments):
     return (out, rows.map(p.restore)) if return_stats else out
 
 
-def is_the_oracles(*args, **arguments):
-    return assert_as_trace(*args, attend=attend, **GROUPED, **arguments)
+def is_the_oracles(*args, answer=None, **arguments):
+    """Of `attend`, or of row statistics that were computed before."""
+    def answered(*args, **arguments):
+        out, rows = attend(*args, **arguments)
+        return (out, rows) if answer is None else (out, answer()[1])
+
+    return assert_as_trace(*args, attend=answered, **GROUPED, **arguments)
 
 
 # Forward
@@ -214,6 +219,28 @@ def test_threads_and_statistics_change_no_bit(variant):
     none, alone, _, _ = native.forward(p.query, p.key, None, seen, terms)
     assert none is None
     assert torch.equal(alone.entropy, rows.entropy)
+
+
+# Statistics alone, at several scales
+
+
+@here
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sink", [False, True])
+def test_a_scale_sweep_is_the_oracles_at_each_scale(variant, mask, sink):
+    """Octaves by squaring, a factor of its own, one at 0, and one asked for twice."""
+    factors = (2.0, 0.5, 4.0, 1.0, 3.0, 0.0, 8.0, 16.0, 2.0, -1.0)
+    q, k, v = inputs(**SHAPE, d_k=9)
+    sinks = torch.linspace(-3, 3, 6) if sink else None
+    arguments = masks(**SHAPE)[mask]
+    p, seen, terms = problem(q, k, v, sinks=sinks, scale=1 / 9, **arguments, **GROUPED)
+    swept = native.row_stats(p.query, p.key, seen, terms, factors)
+    assert len(swept) == len(factors)
+    for factor, rows in zip(factors, swept, strict=True):
+        is_the_oracles(
+            q, k, v, **arguments, sinks=sinks, scale=factor / 9,
+            answer=lambda found=rows: (None, found),
+        )  # fmt: skip
 
 
 # What is no number

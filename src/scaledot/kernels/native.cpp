@@ -273,6 +273,7 @@ struct Problem {
   int32_t* whole;                  // visible, then top_key
   uint8_t* nonfinite;
   int64_t statistics;              // 0: only what `out` and backward need
+  int64_t octaves;                 // row statistics again at 2, 4, … times the scale, without V
   int64_t threads;
   // backward
   const float *d_out, *level, *d_entropy, *top, *log_mass;   // contiguous
@@ -569,9 +570,16 @@ struct alignas(64) State {
   }
 };
 
+// Sums of a power of e: of the logits at 2, 4, … times their size, for eᵝᶻ squared is e²ᵝᶻ.
+constexpr int MAX_OCTAVES = 3;
+struct alignas(64) Octave {
+  float rest[R], rest_log[R], rest_pos[R];   // as State's; rest_log with the plain z
+};
+
 // A strip: up to R query rows of one head.
 struct alignas(64) Strip {
   State state;
+  Octave octave[MAX_OCTAVES + 1];
   int32_t lo[R], hi[R], ids[R];       // keys lo … hi by causality and window; document id
   int64_t lo_min, lo_max, hi_min, hi_max;
   int32_t id_min, id_max;
@@ -893,7 +901,7 @@ INLINE I first_equal(const Buffers& w, int v, int64_t n, bool tiled, I grew, F t
   return index;
 }
 
-template <int NV, bool STATS>
+template <int NV, bool STATS, int OCTAVES = 0>
 void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers& w) {
   const Cut c = cut<NV>(p, s, block, w);
   if (c.a >= c.b) return;
@@ -961,6 +969,16 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
       store(state.rest_sq + v * W, f * f * (sq + own));
       store(state.rest_pos + v * W, f * (pos + own * __builtin_convertvector(key, F)));
     }
+    F power = f;
+    for (int o = 0; OCTAVES && o <= OCTAVES; o++) {
+      Octave& octave = s.octave[o];
+      power *= power;
+      F sum = load(octave.rest + v * W) + own;
+      F log = load(octave.rest_log + v * W), pos = load(octave.rest_pos + v * W);
+      store(octave.rest + v * W, power * sum);
+      store(octave.rest_log + v * W, power * (log + shift * sum));
+      store(octave.rest_pos + v * W, power * (pos + own * __builtin_convertvector(key, F)));
+    }
     for (int64_t x = 0; x < p.value_dim; x++) {
       float* o = s.ot + x * width + v * W;
       store(o, load(o) * f);
@@ -978,9 +996,11 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
     F top = load(state.top + v * W);
     top = where(top == splat(-INF), F{}, top);
     F rest{}, sq{}, log{}, pos{}, position{};
+    F powers[OCTAVES + 1] = {}, logs[OCTAVES + 1] = {}, places[OCTAVES + 1] = {};
     float* column = w.logits + v * W;
     for (int64_t j = 0; j < n;) {   // sums of 32, then of those: equal terms all round one way
       F some{}, some_sq{}, some_log{}, some_pos{};
+      F some_powers[OCTAVES + 1] = {}, some_logs[OCTAVES + 1] = {}, some_places[OCTAVES + 1] = {};
       const int64_t end = std::min(j + 32, n);
 #pragma GCC unroll 2
       for (; j < end; j++) {
@@ -992,10 +1012,28 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
           some_sq += e * e;
           some_log += e * z;
           some_pos += e * position;
-          position += splat(1.0f);
         }
+        F power = e;
+#pragma GCC unroll 4
+        for (int o = 0; OCTAVES && o <= OCTAVES; o++) {
+          power *= power;
+          some_powers[o] += power;
+          if (o == OCTAVES) break;   // only the square of the last
+          some_logs[o] += power * z;
+          some_places[o] += power * position;
+        }
+        if (STATS) position += splat(1.0f);
       }
       rest += some, sq += some_sq, log += some_log, pos += some_pos;
+      for (int o = 0; OCTAVES && o <= OCTAVES; o++)
+        powers[o] += some_powers[o], logs[o] += some_logs[o], places[o] += some_places[o];
+    }
+    for (int o = 0; OCTAVES && o <= OCTAVES; o++) {
+      Octave& octave = s.octave[o];
+      store(octave.rest + v * W, load(octave.rest + v * W) + powers[o]);
+      store(octave.rest_log + v * W, load(octave.rest_log + v * W) + logs[o]);
+      store(octave.rest_pos + v * W,
+            load(octave.rest_pos + v * W) + places[o] + powers[o] * splat((float)c.a));
     }
     store(state.rest + v * W, load(state.rest + v * W) + rest);
     if (STATS) {
@@ -1092,6 +1130,24 @@ void finish(const Problem& p, const State& state, int64_t row, int64_t count, fl
   }
 }
 
+// The same statistics of octave o: every logit is 2ᵒ⁺¹ times as large.
+void finish_octave(const Problem& p, const Strip& s, int64_t o, int64_t row) {
+  const int64_t rows = p.batch * p.heads * p.queries;
+  const float times = (float)(2 << o);
+  State state = s.state;
+  for (int i = 0; i < R; i++) {
+    state.top[i] *= times, state.peak[i] *= times, state.mean[i] *= times;
+    state.m2[i] *= times * times;
+    state.rest[i] = s.octave[o].rest[i], state.rest_sq[i] = s.octave[o + 1].rest[i];
+    state.rest_log[i] = times * s.octave[o].rest_log[i], state.rest_pos[i] = s.octave[o].rest_pos[i];
+  }
+  Problem there = p;
+  there.rows += (o + 1) * FIELDS * rows, there.whole += (o + 1) * 2 * rows;
+  there.nonfinite += (o + 1) * rows;
+  float unused[R];
+  finish<true>(there, state, row, s.count, unused);
+}
+
 // ------------------------------------------------------------------------------- forward, a task
 
 struct Plan {
@@ -1182,6 +1238,7 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
     if (careful)
       for (int j = 0; j < R; j++) s.seen_any[j] = s.state.count[j] > 0;
     s.state.clear();
+    if (p.octaves) std::memset(s.octave, 0, sizeof s.octave);
     to_columns(p.query, b, h, s.first, s.count, p.dim, s.nv * W, s.qt, w.room);
     std::memset(s.ot, 0, p.value_dim * s.nv * W * 4);
     begin = std::min(begin, s.lo_min), end = std::max(end, s.hi_max + 1);
@@ -1192,7 +1249,11 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
     if (!fetch(p, plan, w, b, kv, k0, std::min(k0 + plan.keys, end), careful, block)) continue;
     for (int64_t i = 0; i < n; i++)
       with_vectors(strips[i].nv, [&](auto nv) {
-        forward_block<decltype(nv)::value, STATS>(p, strips[i], block, w.buffers);
+        constexpr int NV = decltype(nv)::value;
+        if (p.octaves == 0) forward_block<NV, STATS>(p, strips[i], block, w.buffers);
+        else if (p.octaves == 1) forward_block<NV, true, 1>(p, strips[i], block, w.buffers);
+        else if (p.octaves == 2) forward_block<NV, true, 2>(p, strips[i], block, w.buffers);
+        else forward_block<NV, true, 3>(p, strips[i], block, w.buffers);
       });
   }
   bool suspicious = false;
@@ -1201,6 +1262,7 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
     const int64_t row = (b * p.heads + h) * p.queries + s.first;
     float inverse[R];
     finish<STATS>(p, s.state, row, s.count, inverse);
+    for (int64_t o = 0; o < p.octaves; o++) finish_octave(p, s, o, row);
     if (p.value_dim == 0) continue;
     suspicious |= to_rows(s.ot, s.nv * W, s.count, p.value_dim, inverse, p.out + row * p.value_dim,
                           p.value_dim);
@@ -1873,7 +1935,7 @@ PUBLIC int64_t scaledot_peak(int64_t times, float* out) {
 }
 
 PUBLIC void scaledot_forward(const Problem* p) {
-  const bool few = p->keys >= 32 && (p->queries <= 2 || (p->queries <= 16 && p->batch * p->heads < p->threads));
+  const bool few = p->keys >= 32 && !p->octaves && (p->queries <= 2 || (p->queries <= 16 && p->batch * p->heads < p->threads));
   if (p->statistics) few ? decode<true>(*p) : forward<true>(*p);
   else few ? decode<false>(*p) : forward<false>(*p);
 }

@@ -12,6 +12,8 @@ import ctypes
 import math
 import os
 import struct
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +32,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK_DTYPES = DTYPES | {torch.bool: 3, torch.float64: 4}
 _VARIANTS = ("avx2", "baseline")
 _NOTHING = (0,) * 6
-_LAYOUT = struct.Struct("=7q3d3q42q7q10q4q")
+_LAYOUT = struct.Struct("=7q3d3q42q8q10q4q")
 
 
 class _Missing(Exception):
@@ -124,15 +126,61 @@ def forward(
     Without `statistics`, only visible, lse and nonfinite of the rows are defined.
     Raises: ValueError for dropout and for a dtype other than float32, bfloat16 and float16.
     """
-    shape = query.shape[:3]
-    numbers = torch.empty((FLOATS, *shape))
-    whole = torch.empty((2, *shape), dtype=torch.int32)
-    nonfinite = torch.empty(shape, dtype=torch.bool)
-    out = None if value is None else torch.empty((*shape, value.shape[3]))
+    numbers, whole, nonfinite = _results(query, 1)
+    out = None if value is None else torch.empty((*query.shape[:3], value.shape[3]))
     if nonfinite.numel():
         results = (numbers.data_ptr(), whole.data_ptr(), nonfinite.data_ptr())
         problem, _kept = _problem(query, key, value, seen, terms, out, results, int(statistics))
         _library().scaledot_forward(problem)
+    return out, *_rows(numbers[0], whole[0], nonfinite[0], terms)
+
+
+def row_stats(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    seen: Visibility,
+    terms: Terms,
+    factors: Sequence[float] = (1.0,),
+) -> tuple[RowStats, ...]:
+    """Row statistics alone, without values, at each of `factors` times the scale.
+
+    Factors an octave apart share one QKᵀ and one exponential: e^(2βz) is the square of e^(βz). A
+    soft-cap or an additive mask, which do not grow with the scale, cost a pass a factor.
+
+    Source: docs/maths.md#scales.
+    """
+    done: dict[float, RowStats] = {}
+    together = terms.softcap is None and seen.bias is None
+    for factor in sorted(factors, key=abs):
+        if factor in done:
+            continue
+        octaves = max((n for n in (1, 2, 3) if factor * 2**n in factors), default=0)
+        octaves = octaves if together and factor else 0
+        part = replace(terms, scale=terms.scale * factor)
+        numbers, whole, nonfinite = _results(query, octaves + 1)
+        if nonfinite.numel():
+            results = (numbers.data_ptr(), whole.data_ptr(), nonfinite.data_ptr())
+            problem, _kept = _problem(query, key, None, seen, part, None, results, 1, octaves)
+            _library().scaledot_forward(problem)
+        for n in range(octaves + 1):
+            done[factor * 2**n] = _rows(numbers[n], whole[n], nonfinite[n], terms)[0]
+    return tuple(done[factor] for factor in factors)
+
+
+def _results(query: Tensor, times: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for native.cpp's statistics: floats, integers and flags of every row."""
+    shape = query.shape[:3]
+    return (
+        torch.empty((times, FLOATS, *shape)),
+        torch.empty((times, 2, *shape), dtype=torch.int32),
+        torch.empty((times, *shape), dtype=torch.bool),
+    )
+
+
+def _rows(
+    numbers: Tensor, whole: Tensor, nonfinite: Tensor, terms: Terms
+) -> tuple[RowStats, Tensor, Tensor]:
+    """(row statistics, top, log_mass) as views of what native.cpp wrote."""
     (mean, variance, largest, lse, entropy, margin, collision, jacobian, mean_key, sink_mass, top,
      log_mass) = numbers.unbind()  # fmt: skip
     visible, top_key = whole.unbind()
@@ -140,7 +188,7 @@ def forward(
         visible, mean, variance, largest, lse, entropy, top_key, margin, collision, jacobian,
         mean_key, nonfinite, None if terms.sinks is None else sink_mass, "native",
     )  # fmt: skip
-    return out, rows, top, log_mass
+    return rows, top, log_mass
 
 
 def backward(
@@ -204,7 +252,7 @@ def backward(
 
 def _problem(
     query: Tensor, key: Tensor, value: Tensor | None, seen: Visibility, terms: Terms,
-    out: Tensor | None, results: tuple[int, int, int] = (0, 0, 0), statistics: int = 0,
+    out: Tensor | None, results: tuple[int, int, int] = (0, 0, 0), statistics: int = 0, octaves: int = 0,
     backward: tuple[int, ...] = (0,) * 14,
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:  # fmt: skip
     """native.cpp's `Problem`, and the tensors that must live as long as it is used."""
@@ -234,7 +282,7 @@ def _problem(
         *(_NOTHING if key_ids is None else _per_key(key_ids)),
         *(_NOTHING if dense is None else _broadcast(dense)),
         0 if sinks is None else sinks.data_ptr(), 0 if out is None else out.data_ptr(), *results,
-        statistics, torch.get_num_threads(), *backward,
+        statistics, octaves, torch.get_num_threads(), *backward,
     )  # fmt: skip
     return numbers, (keep, query_ids, key_ids, dense, sinks)
 
