@@ -37,7 +37,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -706,9 +705,13 @@ Part dense_part(const Problem& p, const Strip& s, int64_t from, int64_t to, cons
     if (!std::memchr(w.allowed, 1, n * width)) return NOTHING;
     return std::memchr(w.allowed, 0, n * width) ? SOMETHING : EVERYTHING;
   }
-  I other{};   // bits that are not those of −inf
-  for (int64_t i = 0; i < n * width; i += W) other |= (I)load(w.bias + i) ^ (I)splat(-INF);
-  return any(other) ? SOMETHING : NOTHING;
+  const F floor = splat(float_floor(p));
+  I hides{};
+  for (int64_t i = 0; i < n * width; i += W) hides |= ~(load(w.bias + i) > floor);
+  if (!any(hides)) return EVERYTHING;
+  for (int64_t i = 0; i < n * width; i++)
+    if (w.bias[i] != -INF) return SOMETHING;
+  return NOTHING;
 }
 
 INLINE I where_set(const uint8_t* bytes) {
@@ -725,6 +728,7 @@ INLINE I where_set(const uint8_t* bytes) {
 struct Cut {
   int64_t a, b, plain0, plain1;
   bool ids, dense;              // documents, the mask tensor: must be looked at key by key
+  bool whole;                   // every row counts every key of [a, b), whatever is added
 };
 
 // Also fills the buffer of the mask tensor's part: a part that hides everything ends the block's
@@ -737,10 +741,12 @@ INLINE Cut cut(const Problem& p, const Strip& s, const Block& block, const Buffe
   c.ids = block.ids && !(s.id_min == s.id_max && block.id_min == block.id_max && s.id_min == block.id_min);
   if (c.ids && (s.id_max < block.id_min || block.id_max < s.id_min)) c.b = c.a;   // other documents
   c.dense = p.dense.data;
+  c.whole = !block.keep && !c.ids && c.a >= s.lo_max && c.b <= s.hi_min + 1;
   if (c.dense && c.a < c.b) {
     const Part part = dense_part<NV>(p, s, c.a, c.b, w);
     if (part == NOTHING) c.b = c.a;
-    if (part == EVERYTHING) c.dense = false;
+    if (part == EVERYTHING && p.dense.dtype == BOOL) c.dense = false;
+    c.whole &= part == EVERYTHING;
   }
   const bool plain = !c.dense && p.softcap == 0 && !block.keep && !c.ids;
   c.plain0 = plain ? std::max(c.a, s.lo_max) : c.a;
@@ -767,6 +773,19 @@ void masked(const Problem& p, const Strip& s, const Block& block, const Cut& c, 
     const F floor = splat(float_floor(p));
     F top = g.top[v], peak = g.peak[v], sum = g.sum[v];
     I count{};
+    if (c.whole && p.softcap == 0) {   // then it is a bias that hides nothing
+      for (int64_t j = from; j < to; j++) {
+        const int64_t at = (j - c.a) * width + v * W;
+        F score = load(w.raw + at), logit = score + load(w.bias + at);
+        sum += score;
+        peak = larger(score, peak);
+        top = larger(logit, top);
+        store(w.logits + at, logit);
+      }
+      g.top[v] = top, g.peak[v] = peak, g.sum[v] = sum;
+      g.count[v] += splat((float)(to - from));
+      continue;
+    }
     auto each = [&](auto dense, auto capped) {
       constexpr int DENSE = decltype(dense)::value;   // 1 boolean, 2 added
       for (int64_t j = from; j < to; j++) {
@@ -927,7 +946,7 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
       for (int64_t j = 0; j < n;) {
         F even{}, odd{};
         const int64_t end = std::min(j + 16, n);
-        if (all_plain)
+        if (c.whole)
           for (; j + 1 < end; j += 2) {   // two sums: one would wait for itself
             F d = load(raw + j * width) - here, e = load(raw + (j + 1) * width) - here;
             even += d * d;
@@ -1164,12 +1183,7 @@ Plan plan_for(const Problem& p) {
   const int64_t widest = std::max(p.dim, p.value_dim);
   plan.copy = !readable || widest > 128 || (p.queries <= 2 * R && p.keys >= 512);
   plan.keys = widest <= 128 ? 128 : 64;
-  int64_t strips = p.queries <= 256 && !plan.copy ? 2 : plan.copy || widest > 64 ? 8 : 4;
-  static const char* tune = std::getenv("SCALEDOT_TUNE");
-  if (tune) {
-    int s, k, c;
-    if (std::sscanf(tune, "%d,%d,%d", &s, &k, &c) == 3) strips = s, plan.keys = k, plan.copy = c || !readable;
-  }
+  const int64_t strips = p.queries <= 256 && !plan.copy ? 2 : plan.copy || widest > 64 ? 8 : 4;
   plan.rows = strips * R;
   return plan;
 }
@@ -1389,7 +1403,6 @@ void strip_gradient(const Problem& p, const Strip& s, const Block& block, const 
   if (c.b > c.plain1) masked<NV>(p, s, block, c, c.plain1, c.b, w, unused);
   product<NV>(value, block.ldv, n, s.ot, width, p.value_dim, 1.0f, m.dp, width);
 
-  const bool all_plain = c.plain0 == c.a && c.plain1 == c.b;
   const F floor = splat(float_floor(p));
   for (int v = 0; v < NV; v++) {
     const F top = load(s.state.top + v * W), log_mass = load(s.state.rest_log + v * W);
@@ -1404,7 +1417,7 @@ void strip_gradient(const Problem& p, const Strip& s, const Block& block, const 
       F weight = exp_floored(z);
       if (m.careful) weight = wrong ? splat(std::numeric_limits<float>::quiet_NaN()) : weight;
       F ds = weight * (load(m.dp + at) - level - d_entropy * z);
-      if (!all_plain) {
+      if (!c.whole) {
         I visible = logit != splat(-INF);
         // Only a row that sees nothing attends to what a finfo.min bias leaves it.
         if (c.dense && w.bias) visible &= ~((load(w.bias + at) <= floor) & counted);
