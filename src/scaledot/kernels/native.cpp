@@ -134,6 +134,18 @@ INLINE bool any(I mask) {
 #endif
 }
 
+INLINE uint32_t bits_of(I mask) {
+#if X86 && defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#elif X86 && !defined(__AVX512F__)
+  return (uint32_t)_mm_movemask_ps((__m128)mask);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < W; i++) bits |= (uint32_t)(mask[i] != 0) << i;
+  return bits;
+#endif
+}
+
 INLINE I isfinite(F x) { return (x - x) == F{}; }
 INLINE F where(I mask, F a, F b) { return mask ? a : b; }
 INLINE F where(I mask, F a) { return (F)((I)a & mask); }  // a or 0
@@ -911,13 +923,17 @@ INLINE I first_equal(const Buffers& w, int v, int64_t n, bool tiled, I grew, F t
     at -= 1;
     tile = (load(tops + t * width) == top) ? at : tile;
   }
-  for (int i = 0; i < W && tiles; i++) {
-    if (!grew[i] || tile[i] < 0) continue;
-    int32_t j = tile[i] * (int32_t)T;
-    while (logits[j * width + i] != top[i]) j++;
-    index[i] = j;
+  int32_t in_tile[W], found[W];
+  float tops_of[W];
+  store(in_tile, tile), store(found, index), store(tops_of, top);
+  for (uint32_t left = bits_of(grew & (tile >= 0)); left; left &= left - 1) {
+    const int i = __builtin_ctz(left);
+    const float* first = logits + in_tile[i] * T * width + i;
+    int32_t j = (int32_t)T - 1;
+    for (int32_t k = (int32_t)T - 2; k >= 0; k--) j = first[k * width] == tops_of[i] ? k : j;
+    found[i] = in_tile[i] * (int32_t)T + j;
   }
-  return index;
+  return load(found);
 }
 
 template <int NV, bool STATS, int OCTAVES = 0>
@@ -1006,8 +1022,12 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
     const I index = first_equal<NV>(w, v, n, all_plain, grew, g.top[v]);
     store(state.key + v * W, grew ? index + splat((int32_t)c.a) : key);
     store(state.top + v * W, where(grew, g.top[v], top));
-    for (int i = 0; i < W; i++)
-      if (grew[i]) blanked[blanks++] = index[i] * width + v * W + i;
+    int32_t rows[W];
+    store(rows, index);
+    for (uint32_t left = bits_of(grew); left; left &= left - 1) {
+      const int i = __builtin_ctz(left);
+      blanked[blanks++] = rows[i] * width + v * W + i;
+    }
   }
   for (int i = 0; i < blanks; i++) w.logits[blanked[i]] = -INF;
 
