@@ -175,13 +175,12 @@ INLINE F exp_floored(F z) {
   } else {
     r = (z - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
   }
-  F p = splat(1.381454058e-03f);
-  p = p * r + splat(8.368745446e-03f);
-  p = p * r + splat(4.166838899e-02f);
-  p = p * r + splat(1.666652113e-01f);
-  p = p * r + splat(4.999999404e-01f);
-  p = p * r + splat(1.0f);
-  p = p * r + splat(1.0f);
+  // 1 + r·(c1 + c2·r + … + c6·r⁵), in pairs: a short chain keeps more vectors in flight.
+  F square = r * r;
+  F high = splat(1.381454058e-03f) * r + splat(8.368745446e-03f);
+  F middle = splat(4.166838899e-02f) * r + splat(1.666652113e-01f);
+  F low = splat(4.999999404e-01f) * r + splat(1.0f);
+  F p = ((high * square + middle) * square + low) * r + splat(1.0f);
   return p * (F)((I)shifted << 23);
 }
 
