@@ -8,6 +8,8 @@ than torch. "peak" is the measured multiply-add peak of one thread; its share co
 matrix products only (4·d a visible score forward, 10·d backward).
 """
 
+# ruff: noqa: B023 — every lambda runs before its loop goes on
+
 from __future__ import annotations
 
 import argparse
@@ -138,7 +140,9 @@ def statistics_cost(quick: bool, seconds: float) -> Iterator[Line]:
 
 
 def backward(quick: bool, seconds: float) -> Iterator[Line]:
-    for n, d in [(1024, 64)] if quick else [(512, 64), (1024, 64), (2048, 64), (1024, 128), (2048, 128)]:
+    for n, d in (
+        [(1024, 64)] if quick else [(512, 64), (1024, 64), (2048, 64), (1024, 128), (2048, 128)]
+    ):
         h = heads_for(n, d)
         q, k, v = (randn(1, h, n, d).requires_grad_() for _ in range(3))
         for causal in (False, True):

@@ -65,6 +65,7 @@ def attend(q, k, v, attn_mask=None, *, return_stats=False, **arguments):
 
 def is_the_oracles(*args, answer=None, **arguments):
     """Of `attend`, or of row statistics that were computed before."""
+
     def answered(*args, **arguments):
         out, rows = attend(*args, **arguments)
         return (out, rows) if answer is None else (out, answer()[1])
@@ -173,7 +174,9 @@ def test_one_dominant_key_leaves_its_exact_rest(variant, queries, at):
     q, k = torch.ones(1, 1, queries, 1), torch.zeros(1, 1, 261, 1)
     k[0, 0, at] = math.log(260 * 1e30)
     _, rows, _ = is_the_oracles(q, k, torch.randn(1, 1, 261, 2), scale=1.0, same_key=True)
-    torch.testing.assert_close(rows.jacobian_trace, torch.full_like(rows.entropy, 2e-30), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        rows.jacobian_trace, torch.full_like(rows.entropy, 2e-30), rtol=1e-5, atol=0
+    )
 
 
 @here
@@ -412,7 +415,9 @@ def test_nothing_past_the_end_of_an_input_is_read(variant, queries, d):
 @here
 def test_what_it_cannot_do_it_says():
     p, seen, terms = problem(*inputs(dtype=torch.float64), **GROUPED)
-    with pytest.raises(ValueError, match=r"takes float32, bfloat16 and float16, not torch\.float64"):
+    with pytest.raises(
+        ValueError, match=r"takes float32, bfloat16 and float16, not torch\.float64"
+    ):
         native.forward(p.query, p.key, p.value, seen, terms)
     p, seen, terms = problem(*inputs(), **GROUPED)
     with pytest.raises(ValueError, match="no dropout"):
@@ -447,10 +452,12 @@ torch.set_num_threads(1)
 q = torch.randn(1, 1, 32768, 4)
 p = checks.problem(q, q, q)
 seen, terms = resolve(p, None, True), tiled.Terms(p.scale, None, None, 0.0, 0)
-native.forward(q[:, :, :64], q[:, :, :64], q[:, :, :64], resolve(checks.problem(*[q[:, :, :64]] * 3), None, True), terms)
+few = q[:, :, :64]
+native.forward(few, few, few, resolve(checks.problem(few, few, few), None, True), terms)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), used + (1 << 30)))
 out, rows, top, mass = native.forward(q, q, q, seen, terms)
-native.backward(q, q, q, seen, terms, top, mass, rows.entropy, rows.visible > 0, out, out, None, None, False)
+native.backward(q, q, q, seen, terms, top, mass, rows.entropy, rows.visible > 0, out, out, None,
+                None, False)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

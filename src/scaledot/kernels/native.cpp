@@ -1033,52 +1033,53 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
   for (int v = 0; v < NV; v++) {
     F top = load(state.top + v * W);
     top = where(top == splat(-INF), F{}, top);
-    F rest{}, sq{}, log{}, pos{}, position{};
+    F rest{}, sq{}, log{}, pos{};
     F powers[OCTAVES + 1] = {}, logs[OCTAVES + 1] = {}, places[OCTAVES + 1] = {};
     float* column = w.logits + v * W;
-    for (int64_t j = 0; j < n;) {   // sums of 32, then of those: equal terms all round one way
+    // Sums of 32 keys, then of those: in one long sum equal terms would all round one way. From the
+    // last key down, Σ e·place is the sum of the partial sums so far: an addition, no product.
+    for (int64_t start = 0; start < n; start += 32) {
       F some{}, some_sq{}, some_log{}, some_pos{};
       F some_powers[OCTAVES + 1] = {}, some_logs[OCTAVES + 1] = {}, some_places[OCTAVES + 1] = {};
-      const int64_t end = std::min(j + 32, n);
 #pragma GCC unroll 2
-      for (; j < end; j++) {
+      for (int64_t j = std::min(start + 32, n) - 1; j >= start; j--) {
         F z = larger(splat(EXP_FLOOR), load(column + j * width) - top);
         F e = exp_floored(z);
         store(column + j * width, e);
-        some += e;
         if (STATS) {
+          some_pos += some;
           some_sq += e * e;
           some_log += e * z;
-          some_pos += e * position;
         }
+        some += e;
         F power = e;
 #pragma GCC unroll 4
         for (int o = 0; OCTAVES && o <= OCTAVES; o++) {
           power *= power;
+          some_places[o] += some_powers[o];
           some_powers[o] += power;
-          if (o == OCTAVES) break;   // only the square of the last
-          some_logs[o] += power * z;
-          some_places[o] += power * position;
+          if (o < OCTAVES) some_logs[o] += power * z;   // only the square of the last
         }
-        if (STATS) position += splat(1.0f);
       }
-      rest += some, sq += some_sq, log += some_log, pos += some_pos;
-      for (int o = 0; OCTAVES && o <= OCTAVES; o++)
-        powers[o] += some_powers[o], logs[o] += some_logs[o], places[o] += some_places[o];
+      const F from = splat((float)(c.a + start));
+      rest += some, sq += some_sq, log += some_log;
+      pos += from * some + some_pos;
+      for (int o = 0; OCTAVES && o <= OCTAVES; o++) {
+        powers[o] += some_powers[o], logs[o] += some_logs[o];
+        places[o] += from * some_powers[o] + some_places[o];
+      }
     }
     for (int o = 0; OCTAVES && o <= OCTAVES; o++) {
       Octave& octave = s.octave[o];
       store(octave.rest + v * W, load(octave.rest + v * W) + powers[o]);
       store(octave.rest_log + v * W, load(octave.rest_log + v * W) + logs[o]);
-      store(octave.rest_pos + v * W,
-            load(octave.rest_pos + v * W) + places[o] + powers[o] * splat((float)c.a));
+      store(octave.rest_pos + v * W, load(octave.rest_pos + v * W) + places[o]);
     }
     store(state.rest + v * W, load(state.rest + v * W) + rest);
     if (STATS) {
       store(state.rest_sq + v * W, load(state.rest_sq + v * W) + sq);
       store(state.rest_log + v * W, load(state.rest_log + v * W) + log);
-      store(state.rest_pos + v * W,
-            load(state.rest_pos + v * W) + pos + rest * splat((float)c.a));
+      store(state.rest_pos + v * W, load(state.rest_pos + v * W) + pos);
     }
   }
   if (p.value_dim == 0) return;

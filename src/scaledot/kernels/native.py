@@ -55,7 +55,7 @@ def _library() -> ctypes.CDLL:
             wanted = "avx2" if library.scaledot_supports_avx2() and "avx2" in found else "baseline"
         if wanted == "avx2":
             if not library.scaledot_supports_avx2() or "avx2" not in found:
-                raise _Missing("SCALEDOT_ISA is 'avx2', which this processor or build does not have")
+                raise _Missing("SCALEDOT_ISA is 'avx2': this processor or build has none")
             library = _open(found["avx2"])
     except OSError as error:
         raise _Missing(f"its library does not load: {error}") from None
@@ -236,10 +236,9 @@ def backward(
         d_sinks = torch.where(counted, log_p.exp() * slope, 0.0).sum((0, 2))
     top, log_mass, counted = top.contiguous(), log_mass.contiguous(), counted.contiguous()
     if d_query.numel() and key.shape[2]:
-        addresses = tuple(
-            0 if x is None else x.data_ptr()
-            for x in (d_out, level, d_entropy, top, log_mass, counted, d_query, d_key, d_value, d_bias)
-        )
+        read = (d_out, level, d_entropy, top, log_mass, counted)
+        written = (d_query, d_key, d_value, d_bias)
+        addresses = (0 if x is None else x.data_ptr() for x in (*read, *written))
         strides = (0,) * 4 if d_bias is None else _broadcast(d_bias)[2:]
         problem, _kept = _problem(
             query, key, value, seen, terms, None, backward=(*addresses, *strides)
@@ -252,15 +251,15 @@ def backward(
 
 def _problem(
     query: Tensor, key: Tensor, value: Tensor | None, seen: Visibility, terms: Terms,
-    out: Tensor | None, results: tuple[int, int, int] = (0, 0, 0), statistics: int = 0, octaves: int = 0,
-    backward: tuple[int, ...] = (0,) * 14,
+    out: Tensor | None, results: tuple[int, int, int] = (0, 0, 0), statistics: int = 0,
+    octaves: int = 0, backward: tuple[int, ...] = (0,) * 14,
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:  # fmt: skip
     """native.cpp's `Problem`, and the tensors that must live as long as it is used."""
     if terms.dropout_p:
-        raise ValueError("kernel 'native' has no dropout: pass kernel=\"tiled\" or \"auto\"")
+        raise ValueError('kernel "native" has no dropout: pass kernel="tiled" or "auto"')
     if query.dtype not in DTYPES:
         raise ValueError(
-            f"kernel 'native' takes float32, bfloat16 and float16, not {query.dtype}: "
+            f'kernel "native" takes float32, bfloat16 and float16, not {query.dtype}: '
             'pass kernel="tiled" or "auto"'
         )
     batch, heads, queries, dim = query.shape
@@ -273,7 +272,7 @@ def _problem(
     numbers = _LAYOUT.pack(
         batch, heads, kv_heads, queries, keys, dim, 0 if value is None else value.shape[3],
         terms.scale, terms.softcap or 0.0, floor,
-        seen.offset, -1 if seen.left is None else seen.left, -1 if seen.right is None else seen.right,
+        seen.offset, *(-1 if side is None else side for side in (seen.left, seen.right)),
         query.data_ptr(), DTYPES[query.dtype], *query.stride(),
         key.data_ptr(), DTYPES[key.dtype], *key.stride(),
         *(_NOTHING if value is None else (value.data_ptr(), DTYPES[value.dtype], *value.stride())),
