@@ -8,15 +8,14 @@ has two readings raises and names both.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-
-class ScaledotError(Exception):
-    """A model, text or file could not be used. Its message is the one line that a user sees."""
+from scaledot import ScaledotError as ScaledotError
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Problem:
     value: Float[Tensor, "batch kv_heads keys value_dim"] | None
     scale: float
     softcap: float | None
-    sinks: Float[Tensor, "heads"] | None
+    sinks: Float[Tensor, " heads"] | None
     batch_shape: tuple[int, ...]
     has_heads: bool
 
@@ -40,6 +39,11 @@ class Problem:
     def group(self) -> int:
         """Query heads that share one key and value head."""
         return self.query.shape[1] // max(self.key.shape[1], 1)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the caller's own leading axes are (batch, heads), so `restore` does nothing."""
+        return self.has_heads and len(self.batch_shape) == 1
 
     def restore(self, x: Tensor) -> Tensor:
         """Give (batch, heads, …) back in the caller's own leading axes."""
@@ -63,10 +67,15 @@ def problem(
     Raises: TypeError for integer or complex tensors and mixed dtypes, ValueError for shapes that
     do not fit, each naming the argument, what came and what to pass.
     """
+    if sinks is None and same_axes(query, key, value):
+        assert isinstance(query, Tensor)
+        dim = query.shape[3]
+        return Problem(
+            query, key, value, _scale(scale, dim), _softcap(softcap), None, query.shape[:1], True
+        )
     named = {"query": query, "key": key} | ({"value": value} if value is not None else {})
     for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
+        tensor(name, x)
         if not x.is_floating_point():
             raise TypeError(f"{name} is {_dtype(x)}: attention needs float tensors")
         if x.dim() < 2:
@@ -93,9 +102,7 @@ def problem(
     if dim == 0:
         raise ValueError("d_k is 0: q and k need at least one component")
     if value is not None and value.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"k has {key.shape[-2]} keys, v has {value.shape[-2]}: they must be equal"
-        )
+        raise ValueError(f"k has {key.shape[-2]} keys, v has {value.shape[-2]}: they must be equal")
 
     has_heads = query.dim() > 2
     if not has_heads:
@@ -104,9 +111,7 @@ def problem(
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if value is not None and value.shape[-3] != kv_heads:
         if 1 not in (value.shape[-3], kv_heads):
-            raise ValueError(
-                f"k has {kv_heads} heads, v has {value.shape[-3]}: they must be equal"
-            )
+            raise ValueError(f"k has {kv_heads} heads, v has {value.shape[-3]}: they must be equal")
         kv_heads = max(kv_heads, value.shape[-3])
     if heads == 1 and kv_heads > 1:
         heads = kv_heads
@@ -125,9 +130,7 @@ def problem(
         batch_shape = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
     except RuntimeError:
         shapes = ", ".join(f"{n} {_shape(x)}" for n, x in zip("qkv", tensors, strict=False))
-        raise ValueError(
-            f"batch axes do not fit: {shapes}; each must be equal or 1"
-        ) from None
+        raise ValueError(f"batch axes do not fit: {shapes}; each must be equal or 1") from None
     query = _canonical(query, batch_shape, heads)
     key = _canonical(key, batch_shape, kv_heads)
     value = _canonical(value, batch_shape, kv_heads) if value is not None else None
@@ -135,6 +138,31 @@ def problem(
         query, key, value, _scale(scale, dim), _softcap(softcap), _sinks(sinks, heads, query),
         tuple(batch_shape), has_heads,
     )  # fmt: skip
+
+
+def same_axes(query: Tensor, key: Tensor, value: Tensor | None) -> bool:
+    """Whether these are float tensors of one dtype and device, of four axes that need no broadcast:
+    the common case, which need not take the time of every check."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return False
+    q, k = query.shape, key.shape
+    fit = len(q) == 4 and q[3] != 0
+    if q != k:
+        fit = fit and len(k) == 4 and q[:2] == k[:2] and q[3] == k[3]
+    v = value.shape
+    return (
+        fit
+        and (k == v or (len(v) == 4 and k[:3] == v[:3]))
+        and query.dtype == key.dtype == value.dtype
+        and query.is_floating_point()
+        and query.device == key.device == value.device
+    )
+
+
+def tensor(name: str, x: object) -> None:
+    """Raise TypeError if x is no tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
 
 
 def _canonical(x: Tensor, batch_shape: torch.Size, heads: int) -> Tensor:
@@ -164,7 +192,11 @@ def _softcap(softcap: float | None) -> float | None:
 
 
 def _number(name: str, value: object) -> float:
+    if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
+        raise TypeError(f"{name} requires grad, and its gradient would be lost: pass a number")
     try:
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}") from None
@@ -188,6 +220,17 @@ def dropout(p: float) -> float:
     if not 0 <= value < 1:
         raise ValueError(f"dropout_p is {value:g}: pass a probability in [0, 1)")
     return value
+
+
+def factors(factors: object) -> tuple[float, ...]:
+    """Check scale factors: one finite number or more."""
+    given = factors if isinstance(factors, Sequence) and not isinstance(factors, str) else None
+    if given is None:
+        raise TypeError(f"factors must be a list of numbers, got {type(factors).__name__}")
+    values = tuple(_number("a factor", x) for x in given)
+    if not values or not all(map(math.isfinite, values)):
+        raise ValueError(f"factors is {factors}: pass one finite number or more, as (0.5, 1, 2)")
+    return values
 
 
 def window(window: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
@@ -233,9 +276,7 @@ def causal(is_causal: bool | str | None, queries: int, keys: int) -> str | None:
             'is_causal="top_left" (query i sees keys 0…i, as PyTorch) or "bottom_right" '
             "(the last query sees every key, as FlashAttention and every KV cache)"
         )
-    raise ValueError(
-        f'is_causal is {is_causal!r}: pass True, False, "top_left" or "bottom_right"'
-    )
+    raise ValueError(f'is_causal is {is_causal!r}: pass True, False, "top_left" or "bottom_right"')
 
 
 def alignment(queries: int, keys: int, what: str) -> None:
@@ -247,17 +288,21 @@ def alignment(queries: int, keys: int, what: str) -> None:
         )
 
 
-def dense_mask(mask: Tensor, query_dim: int, batch: int, heads: int) -> None:
-    """Check a tensor mask's dtype and that its axes have one reading."""
+def mask_dtype(mask: Tensor, name: str) -> None:
+    """Check that a tensor mask is one, boolean or additive. Raises TypeError."""
     if not isinstance(mask, Tensor):
         raise TypeError(
-            f"attn_mask must be a bool or float tensor or scaledot.Mask, got {type(mask).__name__}"
+            f"{name} must be a bool or float tensor or scaledot.Mask, got {type(mask).__name__}"
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
-            f"attn_mask is {_dtype(mask)}: pass bool (True means \"may attend\") "
+            f'{name} is {_dtype(mask)}: pass bool (True means "may attend") '
             "or float (added to the scores)"
         )
+
+
+def mask_axes(mask: Tensor, query_dim: int, batch: int, heads: int) -> None:
+    """Check that a tensor mask's axes have one reading. Raises ValueError where they have two."""
     if mask.dim() == 3 and query_dim == 4 and batch == heads > 1 and mask.shape[0] == batch:
         raise ValueError(
             f"attn_mask {_shape(mask)} with {batch} batches and {heads} heads has two meanings: "
@@ -265,12 +310,32 @@ def dense_mask(mask: Tensor, query_dim: int, batch: int, heads: int) -> None:
         )
 
 
+def mask_values(allowed: Tensor | None, bias: Tensor | None) -> None:
+    """Check that a mask's values say what they seem to mean. Raises ValueError.
+
+    It reads every value, so only what shows all n×n calls it.
+    """
+    if bias is not None and bias.any() and ((bias == 0) | (bias == 1)).all():
+        raise ValueError(
+            "mask is float and holds only 0 and 1, like a boolean mask: pass mask.bool()"
+        )
+    if allowed is None or not allowed.shape[-2] == allowed.shape[-1] > 1:
+        return
+    # Each query but the last sees something, none sees itself or an earlier key.
+    if allowed[..., :-1, :].any(-1).all() and not allowed.tril().any():
+        raise ValueError(
+            "mask shows every query later keys only, like a causal mask inverted: "
+            'True means "may attend", pass ~mask'
+        )
+
+
 def mask_shape(mask: Tensor, expected: tuple[int, ...]) -> ValueError:
     """The error for a tensor mask that does not broadcast."""
-    want = ", ".join(map(str, expected))
+    names = ("batch", "heads", "queries", "keys")[-len(expected) :]
+    if len(expected) > 4:
+        names = ("…", *names)
     return ValueError(
-        f"attn_mask has shape {_shape(mask)}: expected ({want}) or axes of 1 "
-        "(batch, heads, queries, keys)"
+        f"attn_mask has shape {_shape(mask)}: expected {expected} or axes of 1 ({', '.join(names)})"
     )
 
 

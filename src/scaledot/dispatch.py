@@ -1,27 +1,51 @@
-"""`attention`: check, pick a kernel, run it, differentiate it."""
+"""`attention` and `row_stats`: check, pick a kernel, run it, differentiate it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from scaledot import checks
-from scaledot.kernels import tiled
+from scaledot import checks, operators
+from scaledot.kernels import Terms
 from scaledot.masks import Mask, Visibility, resolve
 from scaledot.rows import RowStats
 
-KERNELS = ("tiled",)
+KERNELS = ("native", "tiled")
+"""What kernel= may name; "auto" takes the first that can compute the problem: native on a CPU for
+float32, bfloat16 and float16 without dropout where it was compiled, else tiled."""
 
-ABSOLUTE_BOUND = 4
-"""A fast path's error is at most 2 × that of `trace` in the same dtype + 4 × eps(output dtype) ×
-the largest reference value, the reference being `trace` on float64 copies."""
+ERROR_FACTOR, ERROR_ULPS = 2, 4
+"""A fast path's error is at most 2 × that of `trace` in the same dtype + 4 × eps × the largest
+reference value, the reference being `trace` on float64 copies."""
 
-MARGIN_BOUND = 1e-5
-"""Relative error of top_margin's and jacobian_trace's mass ratio, while no logit exceeds 32 in
-size; beyond, it grows in proportion, as a logit's own rounding does."""
+MASS_ERROR = {torch.float32: 1e-5, torch.float64: 1e-12}
+"""Relative error of a ratio of weights, while logits are sums of terms that stay below 32 in size;
+beyond, it grows in proportion, as the rounding of a logit does. 1e-5 is 84 roundings of a weight,
+2.6 of a logit of 32."""
+
+
+def error_bound(reference: Tensor, plain: Tensor) -> float:
+    """Largest error allowed of a fast path in float32 or less: `ERROR_FACTOR`, `ERROR_ULPS`.
+
+    reference is from `trace` on float64 copies, plain from `trace` in the dtype of the result.
+    """
+    there = reference.isfinite() & plain.isfinite()
+    plain_error = (plain - reference)[there].abs().amax() if there.any() else 0.0
+    largest = reference[reference.isfinite()].abs().amax() if reference.isfinite().any() else 0.0
+    eps = torch.finfo(plain.dtype).eps
+    return float(ERROR_FACTOR * plain_error + ERROR_ULPS * eps * largest)
+
+
+def mass_bound(dtype: torch.dtype, size: float) -> float:
+    """Relative error allowed of a ratio of weights: of jacobian_trace, of exp(−top_margin), and in
+    float64 of everything. size bounds the terms of a logit: scale·‖q‖·‖k‖ + |bias|."""
+    return MASS_ERROR[dtype] * max(1.0, size / 32)
 
 
 @overload
@@ -70,13 +94,15 @@ def attention(
     window: W keys with the query's own, causal; or (left, right) keys besides it, −1 unbounded.
     softcap: c turns scores s into c·tanh(s/c), before the mask.
     sinks: (heads,) one more logit a head, in the denominator only.
-    kernel: "auto" or "tiled"; what ran is in `rows.kernel`.
+    kernel: "native" or "tiled" runs that one or raises with the reason; "auto" takes native on a
+    CPU for float32, bfloat16 and float16 without dropout, where it was compiled, else tiled. What
+    ran is in `rows.kernel`.
 
     An empty row gives 0. A visible NaN or inf gives NaN; a masked one never matters. Gradients
     flow to query, key, value, a float mask, sinks, and from `rows.lse` and `rows.entropy`; double
     backward raises. Statistics change nothing: the output is the same with and without.
 
-    Error: `ABSOLUTE_BOUND` (tests/test_tiled.py).
+    Error: `error_bound`, `mass_bound` (tests/test_tiled.py).
     Raises: ValueError or TypeError that names the argument, what came and what to pass.
     Source: Vaswani et al. 2017, section 3.2.1; docs/maths.md.
 
@@ -85,28 +111,165 @@ def attention(
     >>> out.shape, rows.entropy.shape
     (torch.Size([2, 4, 8, 16]), torch.Size([2, 4, 8]))
     """
-    query, key, value = _autocast(query, key, value)
+    if (
+        attn_mask is None
+        and sinks is None
+        and window is None
+        and softcap is None
+        and scale is None
+        and not dropout_p
+        and checks.same_axes(query, key, value)
+        and not torch.is_autocast_enabled(query.device.type)
+        and not torch.compiler.is_compiling()
+    ):
+        kernel = _pick(kernel, query, 0.0)
+        simple = _simple(query.shape, key.shape[2], is_causal, query.device)
+        out, rows = _run(kernel, query, key, value, *simple, return_stats)
+        return out if rows is None else (out, rows)
+    query, key, value = autocast_inputs(query, key, value)
+    checks.tensor("value", value)
     p = checks.problem(
         query, key, value, scale=scale, enable_gqa=enable_gqa, softcap=softcap, sinks=sinks
     )
     seen = resolve(p, attn_mask, is_causal, window)
-    dropout_p = checks.dropout(dropout_p)
-    _pick(kernel)
-    seed = int(torch.randint(1 << 62, ())) if dropout_p else 0
-    terms = tiled.Terms(p.scale, p.softcap, p.sinks, dropout_p, seed)
-    bias = seen.bias
-    assert p.value is not None
-    tracked = (p.query, p.key, p.value, bias, p.sinks)
-    with torch.autocast(p.query.device.type, enabled=False):
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tracked):
-            out, *rest = _Attention.apply(seen, terms, *tracked)
-            rows = RowStats(**dict(zip(_FIELDS, rest, strict=True)), kernel="tiled")
+    dropout_p = checks.dropout(dropout_p) if dropout_p else 0.0
+    kernel = _pick(kernel, p.query, dropout_p)
+    assert p.value is not None  # checked above
+    terms = Terms(p.scale, p.softcap, p.sinks, dropout_p, 0)
+    out, rows = _run(kernel, p.query, p.key, p.value, seen, terms, return_stats)
+    if not p.plain:
+        out, rows = p.restore(out), None if rows is None else rows.map(p.restore)
+    return out if rows is None else (out, rows)
+
+
+def row_stats(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Mask | Tensor | None = None,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kernel: str = "auto",
+    factors: Sequence[float] | None = None,
+) -> RowStats:
+    """The statistics of every row of softmax(QKᵀ·scale + mask), without values or output.
+
+    Arguments, edge rules and errors as `attention`; each tensor is (…, heads, queries). Gradients
+    flow from lse and entropy.
+
+    factors: what the rows would be were the scale factor × as large, for each factor; every tensor
+    then has a leading axis of factors and no gradient. It answers for these queries and keys, not
+    for a model trained at that scale. The factor multiplies the scores before any soft-cap, and
+    neither mask nor sinks. "auto" picks as without factors: native runs once a factor, tiled forms
+    QKᵀ once for all.
+
+    Raises: ValueError or TypeError that names the argument, what came and what to pass.
+    Source: docs/maths.md#rows.
+
+    >>> q, k = torch.randn(2, 2, 4, 8, 16).unbind()
+    >>> row_stats(q, k, is_causal=True).entropy.shape
+    torch.Size([2, 4, 8])
+    >>> row_stats(q, k, is_causal=True, factors=(0.5, 1, 2)).entropy.shape
+    torch.Size([3, 2, 4, 8])
+    """
+    query, key = autocast_inputs(query, key)
+    checks.tensor("key", key)
+    p = checks.problem(
+        query, key, None, scale=scale, enable_gqa=enable_gqa, softcap=softcap, sinks=sinks
+    )
+    seen = resolve(p, attn_mask, is_causal, window)
+    kernel = _pick(kernel, p.query, 0.0)
+    terms = Terms(p.scale, p.softcap, p.sinks, 0.0, 0)
+    if factors is None:
+        rows = _rows_alone(kernel, p.query, p.key, seen, terms)
+        return rows if p.plain else rows.map(p.restore)
+    scaled = checks.factors(factors)
+    with torch.no_grad():
+        if _traced():
+            sweep = [
+                _rows_alone(kernel, p.query, p.key, seen, replace(terms, scale=terms.scale * x))
+                for x in scaled
+            ]
         else:
-            out, rows, _, _ = tiled.forward(p.query, p.key, p.value, seen, terms)
-            out = out.to(p.query.dtype)
-    if not return_stats:
-        return p.restore(out)
-    return p.restore(out), rows.map(p.restore)
+            sweep = operators.implementation(kernel).sweep(p.query, p.key, seen, terms, scaled)
+    if not p.plain:
+        sweep = [rows.map(p.restore) for rows in sweep]
+    stacked: dict[str, Any] = dict.fromkeys(_FIELDS)
+    for name in _FIELDS:
+        if getattr(sweep[0], name) is not None:
+            stacked[name] = torch.stack([getattr(rows, name) for rows in sweep])
+    return RowStats(**stacked, kernel=kernel)
+
+
+def _rows_alone(
+    kernel: str, query: Tensor, key: Tensor, seen: Visibility, terms: Terms
+) -> RowStats:
+    inputs = (query, key, seen.bias, terms.sinks)
+    wanted = any(x is not None and x.requires_grad for x in inputs)
+    if _traced() or (torch.is_grad_enabled() and wanted):
+        # Autograd goes by way of an output: the narrowest there is.
+        value = key.new_zeros(()).expand(*key.shape[:3], 1)
+        rows = _run(kernel, query, key, value, seen, terms, True)[1]
+        assert rows is not None  # asked for
+        return rows
+    return operators.implementation(kernel).forward(query, key, None, seen, terms)[1]
+
+
+def _traced() -> bool:
+    """Whether a graph is being made or a function transformed: then operators stand for kernels."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+@lru_cache(maxsize=256)
+def _simple(
+    shape: torch.Size, keys: int, is_causal: bool | str, device: torch.device
+) -> tuple[Visibility, Terms]:
+    """The mask and terms of a problem that has no more than a causality."""
+    batch, heads, queries, dim = shape
+    right = offset = None
+    if causal := checks.causal(is_causal, queries, keys):
+        right, offset = 0, keys - queries if causal == "bottom_right" else 0
+    seen = Visibility((batch, heads, queries, keys), offset or 0, None, right, device=device)
+    return seen, Terms(1 / math.sqrt(dim), None, None, 0.0, 0)
+
+
+def _run(
+    kernel: str, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, terms: Terms,
+    statistics: bool,
+) -> tuple[Tensor, RowStats | None]:  # fmt: skip
+    """(output, row statistics if wanted), by the cheapest way that the moment allows."""
+    dropout = terms.dropout_p > 0
+    if _traced():
+        seed = torch.randint(1 << 62, ()) if dropout else None
+        return operators.attend(query, key, value, seen, terms, seed, kernel, statistics)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return _run(kernel, query, key, value, seen, terms, statistics)
+    if dropout:
+        terms = replace(terms, seed=int(torch.randint(1 << 62, ())))
+    bias, sinks = seen.bias, terms.sinks
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
+    ):  # fmt: skip
+        out, *rest = _Attention.apply(
+            kernel, seen, terms, statistics, query, key, value, bias, sinks
+        )
+        if not statistics:
+            return out, None
+        return out, RowStats(**dict(zip(_FIELDS, rest, strict=True)), kernel=kernel)
+    module = operators.implementation(kernel)
+    if not statistics:
+        out, rows = module.output(query, key, value, seen, terms), None
+    else:
+        out, rows, _, _ = module.forward(query, key, value, seen, terms)
+    return out if out.dtype == query.dtype else out.to(query.dtype), rows
 
 
 _FIELDS = tuple(f.name for f in fields(RowStats) if f.name != "kernel")
@@ -117,55 +280,98 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, seen: Visibility, terms: tiled.Terms, query: Tensor, key: Tensor, value: Tensor,
-        bias: Tensor | None, sinks: Tensor | None,
+        ctx: Any, kernel: str, seen: Visibility, terms: Terms, statistics: bool,
+        query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        out, rows, top, log_mass = tiled.forward(query, key, value, seen, terms)
-        assert out is not None
-        ctx.seen, ctx.terms = replace(seen, bias=None), replace(terms, sinks=None)
+        out, rows, top, log_mass = operators.implementation(kernel).forward(
+            query, key, value, seen, terms, statistics=statistics
+        )
+        ctx.kernel, ctx.seen, ctx.terms = (
+            kernel,
+            replace(seen, bias=None),
+            replace(terms, sinks=None),
+        )
         # The gradient of the softmax needs O as computed: rounded to bfloat16 it would drown dS.
         ctx.save_for_backward(
             query, key, value, bias, sinks, top, log_mass, rows.entropy, rows.visible, out
         )
         ctx.set_materialize_grads(False)
+        result = out.to(query.dtype, copy=True)
+        if not statistics:
+            return (result,)
         stats = [getattr(rows, name) for name in _FIELDS]
         ctx.mark_non_differentiable(
             *(x for n, x in zip(_FIELDS, stats, strict=True)
               if x is not None and n not in ("lse", "entropy"))
         )  # fmt: skip
-        return out.to(query.dtype, copy=True), *stats
+        return result, *stats
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, *d_stats: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                once = _Attention.backward(ctx, d_out, *d_stats)
+            return _Once.apply(*(g if g is None else g.requires_grad_() for g in once))
         query, key, value, bias, sinks, top, log_mass, entropy, visible, out = ctx.saved_tensors
-        by_name = dict(zip(_FIELDS, d_stats, strict=True))
+        d_lse, d_entropy = (d_stats[_LSE], d_stats[_ENTROPY]) if d_stats else (None, None)
         with torch.autocast(query.device.type, enabled=False):
-            grads = tiled.backward(
+            grads = operators.implementation(ctx.kernel).backward(
                 query, key, value, replace(ctx.seen, bias=bias), replace(ctx.terms, sinks=sinks),
-                top, log_mass, entropy, visible > 0, out, d_out, by_name["lse"],
-                by_name["entropy"], bias_gradient=ctx.needs_input_grad[5],
+                top, log_mass, entropy, visible > 0, out, d_out, d_lse, d_entropy,
+                bias_gradient=ctx.needs_input_grad[7],
             )  # fmt: skip
 
         def like(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
             return None if grad is None or x is None else grad.to(x.dtype)
 
         return (
-            None, None, like(grads.query, query), like(grads.key, key), like(grads.value, value),
+            None, None, None, None,
+            like(grads.query, query), like(grads.key, key), like(grads.value, value),
             like(grads.bias, bias), like(grads.sinks, sinks),
         )  # fmt: skip
 
 
-def _pick(kernel: str) -> str:
-    """The kernel that runs: "auto" takes the first of KERNELS that can."""
-    if kernel == "auto":
-        return KERNELS[0]
-    if kernel not in KERNELS:
+_LSE, _ENTROPY = _FIELDS.index("lse"), _FIELDS.index("entropy")
+
+
+class _Once(torch.autograd.Function):
+    """Gradients whose own gradient is an error, where it would be 0 without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ARG004
+        return tuple(g if g is None else g.clone() for g in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # noqa: ARG004
+        raise RuntimeError("attention cannot be differentiated twice")
+
+
+def _pick(kernel: str, query: Tensor, dropout_p: float) -> str:
+    """The kernel that runs; from here on nothing falls back to another.
+
+    Raises: ValueError for a name that there is not, and with the reason for one that cannot.
+    """
+    if kernel == "tiled":
+        return kernel
+    if kernel not in ("auto", "native"):
         raise ValueError(f'kernel is {kernel!r}: pass "auto" or one of {", ".join(KERNELS)}')
-    return kernel
+    reason = _native_reason(query.device.type, query.dtype, dropout_p > 0)
+    if reason is None:
+        return "native"
+    if kernel == "native":
+        raise ValueError(reason)
+    return "tiled"
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+@torch.compiler.assume_constant_result
+def _native_reason(device: str, dtype: torch.dtype, dropout: bool) -> str | None:
+    """Why the native kernel cannot compute this, None where it can."""
+    from scaledot.kernels import native
+
+    return native.reason(device, dtype, dropout)
+
+
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, the inputs in its dtype, as `F.scaled_dot_product_attention` does."""
     first = tensors[0]
     if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -48,7 +49,7 @@ class Mask:
 
     causal: Alignment | None = None
     window: int | tuple[int, int] | None = None
-    lengths: Int[Tensor, "batch"] | Sequence[int] | None = None
+    lengths: Int[Tensor, " batch"] | Sequence[int] | None = None
     keys: Bool[Tensor, "batch keys"] | None = None
     segments: Tensor | tuple[Tensor, Tensor] | None = None
     dense: Tensor | None = None
@@ -64,6 +65,8 @@ class Mask:
             object.__setattr__(self, "window", pair)
         if self.lengths is not None and not isinstance(self.lengths, Tensor):
             object.__setattr__(self, "lengths", torch.as_tensor(self.lengths))
+        if self.dense is not None:
+            checks.mask_dtype(self.dense, "Mask dense")
 
     def __repr__(self) -> str:
         shown = []
@@ -109,17 +112,28 @@ def _both(a, b, join):
 
 def _pair_ids(a, b):
     """Document ids that are equal only where both a's and b's are."""
-    a_query, a_key = a if isinstance(a, tuple) else (a, a)
-    b_query, b_key = b if isinstance(b, tuple) else (b, b)
-    low = torch.minimum(b_query.min(), b_key.min())
-    span = torch.maximum(b_query.max(), b_key.max()) - low + 1
-    return a_query * span + (b_query - low), a_key * span + (b_key - low)
+    (a_query, a_key), _ = _renumber(a)
+    (b_query, b_key), span = _renumber(b)
+    return a_query * span + b_query, a_key * span + b_key
+
+
+def _renumber(segments):
+    """The same documents with ids from 0, so that two ids fit one integer; and how many there are.
+
+    Ids may be of any size and integer type.
+    """
+    query, key = segments if isinstance(segments, tuple) else (segments, segments)
+    values, place = torch.unique(torch.cat([query.flatten(), key.flatten()]), return_inverse=True)
+    place = place.split([query.numel(), key.numel()])
+    return (place[0].view(query.shape), place[1].view(key.shape)), len(values)
 
 
 def _combine_dense(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.bool and b.dtype == torch.bool:
         return a & b
     if a.dtype != torch.bool and b.dtype != torch.bool:
+        if a.dtype != b.dtype:  # one's finfo.min would be an ordinary number in the other's
+            raise TypeError(f"Mask & Mask: dense is {a.dtype} in one, {b.dtype} in the other")
         return a + b
     allowed, bias = (a, b) if a.dtype == torch.bool else (b, a)
     return torch.where(allowed, bias, float("-inf"))
@@ -139,10 +153,11 @@ class Visibility:
     offset: int = 0
     left: int | None = None
     right: int | None = None
-    keep: Bool[Tensor, "b keys"] | None = None
-    segments: tuple[Int[Tensor, "b queries"], Int[Tensor, "b keys"]] | None = None
-    allowed: Bool[Tensor, "b h q k"] | None = None
-    bias: Float[Tensor, "b h q k"] | None = None
+    keep: Bool[Tensor, "#batch keys"] | None = None
+    segments: tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]] | None = None
+    allowed: Bool[Tensor, "#batch #heads #queries #keys"] | None = None
+    bias: Float[Tensor, "#batch #heads #queries #keys"] | None = None
+    device: torch.device | None = None
 
     @property
     def floor(self) -> float:
@@ -158,67 +173,129 @@ class Visibility:
 
     def part(self, batch: slice, heads: slice) -> Visibility:
         """The same for some batches and heads."""
-
-        def cut(x: Tensor | None, *slices: slice) -> Tensor | None:
-            if x is None:
-                return None
-            return x[tuple(s if n > 1 else slice(None) for s, n in zip(slices, x.shape, strict=False))]
-
         rows = range(self.shape[0])[batch], range(self.shape[1])[heads]
+        segments = self.segments
+        if segments is not None:
+            segments = _part(segments[0], batch), _part(segments[1], batch)
         return replace(
             self,
             shape=(len(rows[0]), len(rows[1]), *self.shape[2:]),
-            keep=cut(self.keep, batch),
-            segments=self.segments
-            and (cut(self.segments[0], batch), cut(self.segments[1], batch)),
-            allowed=cut(self.allowed, batch, heads),
-            bias=cut(self.bias, batch, heads),
+            keep=None if self.keep is None else _part(self.keep, batch),
+            segments=segments,
+            allowed=None if self.allowed is None else _part(self.allowed, batch, heads),
+            bias=None if self.bias is None else _part(self.bias, batch, heads),
         )
 
     def block(
         self, q0: int, q1: int, k0: int, k1: int
-    ) -> tuple[Bool[Tensor, "b h q k"] | None, Float[Tensor, "b h q k"] | None]:
+    ) -> tuple[
+        Bool[Tensor, "#batch #heads #block_q #block_k"] | None,
+        Float[Tensor, "#batch #heads #block_q #block_k"] | None,
+    ]:
         """Which keys are hidden (True) in a block of queries and keys, and what is added there.
 
         Either is None when it says nothing; axes that do not matter have length 1. A bias of −inf
         counts as hidden.
         """
-        device = self._device()
-        hidden: Tensor | None = None
-
-        def hide(x: Tensor) -> None:
-            nonlocal hidden
-            hidden = x if hidden is None else hidden | x
-
-        q_pos = torch.arange(q0, q1, device=device)[:, None] + self.offset
-        k_pos = torch.arange(k0, k1, device=device)[None, :]
+        hidden = []
+        q_pos = torch.arange(q0, q1, device=self.device)[:, None] + self.offset
+        k_pos = torch.arange(k0, k1, device=self.device)[None, :]
         if self.right is not None and k1 - 1 > q0 + self.offset + self.right:
-            hide((k_pos > q_pos + self.right)[None, None])
+            hidden.append((k_pos > q_pos + self.right)[None, None])
         if self.left is not None and k0 < q1 - 1 + self.offset - self.left:
-            hide((k_pos < q_pos - self.left)[None, None])
+            hidden.append((k_pos < q_pos - self.left)[None, None])
         if self.keep is not None:
             keep = self.keep[:, None, None, k0:k1]
             if not keep.all():
-                hide(~keep)
+                hidden.append(~keep)
         if self.segments is not None:
             q_ids, k_ids = self.segments
             differs = q_ids[:, None, q0:q1, None] != k_ids[:, None, None, k0:k1]
             if differs.any():
-                hide(differs)
+                hidden.append(differs)
         if self.allowed is not None:
-            hide(~_cut(self.allowed, q0, q1, k0, k1))
+            hidden.append(~_cut(self.allowed, q0, q1, k0, k1))
         bias = _cut(self.bias, q0, q1, k0, k1) if self.bias is not None else None
         if bias is not None:
             removed = bias == float("-inf")
             if removed.any():
-                hide(removed)
-        return hidden, bias
+                hidden.append(removed)
+        return reduce(torch.logical_or, hidden) if hidden else None, bias
 
-    def _device(self) -> torch.device | None:
-        for x in (self.keep, self.segments and self.segments[0], self.allowed, self.bias):
-            if x is not None:
-                return x.device
-        return None
+    @property
+    def diagonal(self) -> int:
+        """The key position of query 0 itself: where its own token stands among the keys."""
+        if self.left is None and self.right is None:
+            return self.shape[3] - self.shape[2]
+        return self.offset
+
+    def at(
+        self, index: Int[Tensor, "batch queries"]
+    ) -> tuple[
+        Bool[Tensor, "#batch #heads queries"], Float[Tensor, "#batch #heads queries"] | None
+    ]:
+        """(visible, bias) of one key a query; invisible too where the bias is at or below floor."""
+        position = torch.arange(self.shape[2], device=index.device)[None] + self.offset
+        visible = torch.ones_like(index, dtype=torch.bool)
+        if self.right is not None:
+            visible = visible & (index <= position + self.right)
+        if self.left is not None:
+            visible = visible & (index >= position - self.left)
+        if self.keep is not None:
+            visible = visible & self.keep.expand(len(index), -1).gather(1, index)
+        if self.segments is not None:
+            q_ids, k_ids = self.segments
+            visible = visible & (k_ids.expand(len(index), -1).gather(1, index) == q_ids)
+        visible = visible[:, None]
+        if self.allowed is not None:
+            visible = visible & self._pick(self.allowed, index)
+        bias = None
+        if self.bias is not None:
+            bias = self._pick(self.bias, index)
+            visible = visible & ~(bias <= self.floor)
+        return visible, bias
+
+    def _pick(self, x: Tensor, index: Tensor) -> Tensor:
+        """x (b, h, q, k) at one key a query, as (batch, h, queries)."""
+        x = x.expand(len(index), -1, index.shape[1], -1)
+        if x.shape[3] == 1:
+            return x[..., 0]
+        at = index[:, None, :, None].expand(-1, x.shape[1], -1, 1)
+        return x.gather(3, at)[..., 0]
+
+    def first(self) -> Int[Tensor, "#batch queries"]:
+        """The first real key of each query's own text, whatever causality or window hide."""
+        queries, keys = self.shape[2:]
+        if self.segments is None:
+            real = self.keep
+            if real is None and self.allowed is not None:
+                real = self._seen_by_any(self.allowed)
+            if real is None and self.bias is not None:
+                real = self._seen_by_any(~(self.bias <= self.floor))
+            if real is None:
+                return torch.zeros(1, queries, dtype=torch.int64, device=self.device)
+            return real.to(torch.uint8).argmax(-1, keepdim=True).expand(-1, queries)
+        q_ids, k_ids = self.segments
+        keep = torch.ones_like(k_ids, dtype=torch.bool) if self.keep is None else self.keep
+        batch = max(len(q_ids), len(keep))
+        q_ids, k_ids, keep = (x.expand(batch, -1) for x in (q_ids, k_ids, keep))
+        result = q_ids.new_zeros(batch, queries)
+        for b in range(batch):
+            values, place = torch.unique(torch.cat([k_ids[b], q_ids[b]]), return_inverse=True)
+            first = torch.full_like(values, keys)
+            real = keep[b].nonzero()[:, 0]
+            first.scatter_reduce_(0, place[real], real, "amin")
+            result[b] = first[place[keys:]]
+        return result
+
+    @staticmethod
+    def _seen_by_any(visible: Tensor) -> Tensor:
+        return visible.any(2).any(1)
+
+
+def _part(x: Tensor, *slices: slice) -> Tensor:
+    """x at slices of its leading axes, those of length 1 left whole."""
+    return x[tuple(s if n > 1 else slice(None) for s, n in zip(slices, x.shape, strict=False))]
 
 
 def _cut(x: Tensor, q0: int, q1: int, k0: int, k1: int) -> Tensor:
@@ -242,12 +319,17 @@ def resolve(
     keys = problem.key.shape[2]
     shape = (batch, heads, queries, keys)
     causal = checks.causal(is_causal, queries, keys)
-    mask = Mask(causal, window)  # type: ignore[arg-type]
-    if isinstance(attn_mask, Mask):
-        mask = mask & attn_mask
-    elif attn_mask is not None:
-        checks.dense_mask(attn_mask, len(problem.batch_shape) + 3, batch, heads)
-        mask = replace(mask, dense=attn_mask)
+    device = problem.query.device
+    if attn_mask is None and window is None:
+        offset = keys - queries if causal == "bottom_right" else 0
+        return Visibility(shape, offset, None, 0 if causal else None, device=device)
+    if attn_mask is not None and not isinstance(attn_mask, Mask):
+        checks.mask_dtype(attn_mask, "attn_mask")
+        attn_mask = Mask(dense=attn_mask)
+    mask = attn_mask or Mask()
+    if queries == keys and causal and mask.causal:
+        mask = replace(mask, causal=causal)  # type: ignore[arg-type]  # equal lengths: both alignments are one
+    mask = Mask(causal, window) & mask  # type: ignore[arg-type]
 
     left, right = checks.window(mask.window)
     if mask.window is not None and mask.causal is None:
@@ -260,14 +342,19 @@ def resolve(
     if mask.causal is not None:
         right = 0
 
-    device = problem.query.device
     keep = _keep(mask, batch, keys, device)
     segments = _segments(mask, batch, queries, keys, device)
     allowed = bias = None
     if mask.dense is not None:
+        checks.mask_axes(mask.dense, len(problem.batch_shape) + 3, batch, heads)
         dense = _fit(mask.dense, problem, shape)
         allowed, bias = (dense, None) if dense.dtype == torch.bool else (None, dense)
-    return Visibility(shape, offset, left, right, keep, segments, allowed, bias)
+    return Visibility(shape, offset, left, right, keep, segments, allowed, bias, device)
+
+
+def _table(x: Tensor) -> Tensor:
+    """(…, length) as (batch, length)."""
+    return x[None] if x.dim() == 1 else x.flatten(0, -2)
 
 
 def _keep(mask: Mask, batch: int, keys: int, device: torch.device) -> Tensor | None:
@@ -277,10 +364,12 @@ def _keep(mask: Mask, batch: int, keys: int, device: torch.device) -> Tensor | N
         if lengths.is_floating_point() or lengths.dtype == torch.bool:
             raise TypeError("Mask lengths must be integers")
         if len(lengths) not in (1, batch):
-            raise ValueError(f"Mask lengths has {len(lengths)} entries: expected {batch}, the batch")
+            raise ValueError(
+                f"Mask lengths has {len(lengths)} entries: expected {batch}, the batch"
+            )
         keep = torch.arange(keys, device=device)[None] < lengths[:, None]
     if mask.keys is not None:
-        real = mask.keys.to(device).reshape(-1, mask.keys.shape[-1])
+        real = _table(mask.keys.to(device))
         if real.dtype != torch.bool:
             raise TypeError("Mask keys must be bool, True for a real key")
         if real.shape[0] not in (1, batch) or real.shape[1] != keys:
@@ -300,8 +389,7 @@ def _segments(
     given = mask.segments if isinstance(mask.segments, tuple) else (mask.segments, mask.segments)
     ids = []
     for name, x, length in zip(("query", "key"), given, (queries, keys), strict=True):
-        x = torch.as_tensor(x, device=device)
-        x = x.reshape(-1, x.shape[-1])
+        x = _table(torch.as_tensor(x, device=device))
         if x.is_floating_point():
             raise TypeError("Mask segments must be integers, one document id a token")
         if x.shape[0] not in (1, batch) or x.shape[1] != length:
@@ -309,7 +397,7 @@ def _segments(
                 f"Mask segments has shape {tuple(x.shape)} for the {name} axis: "
                 f"expected ({batch}, {length})"
             )
-        ids.append(x)
+        ids.append(x.to(torch.int64))
     return ids[0], ids[1]
 
 

@@ -19,6 +19,10 @@ from torch import Tensor
 MARGIN_LIMIT = 87.0
 """top_margin is clamped here, about where float32's exp underflows; one visible key gets it too."""
 
+EXP_ZERO = -1000.0
+"""exp of this is 0 even in float64. Logarithms stop here, so that what a mask of finfo.min hides,
+or a block without keys, gives 0·(a number) and never 0·∞."""
+
 
 @dataclass(frozen=True, eq=False)
 class RowStats:
@@ -107,8 +111,8 @@ class RowState:
     def of(
         scaled: Float[Tensor, "*rows keys"],
         logits: Float[Tensor, "*rows keys"],
-        hidden: Bool[Tensor, "*rows keys"] | None,
-        uncounted: Bool[Tensor, "*rows keys"] | None,
+        hidden: Bool[Tensor, "*#rows #keys"] | None,
+        uncounted: Bool[Tensor, "*#rows #keys"] | None,
         first: int,
     ) -> tuple[RowState, Float[Tensor, "*rows keys"]]:
         """Summarise a block of keys that starts at index `first`; also e with the top key's 1.
@@ -166,11 +170,8 @@ def merge(a: RowState, b: RowState) -> tuple[RowState, Tensor, Tensor]:
     # NaN tops lose every comparison; their row is NaN in the end whichever side is kept.
     top = torch.maximum(a.top, b.top)
     base = torch.where(top == float("-inf"), 0.0, top)
-    shift_a, shift_b = a.top - base, b.top - base
+    shift_a, shift_b = ((x.top - base).clamp(min=EXP_ZERO) for x in (a, b))
     fa, fb = shift_a.exp(), shift_b.exp()
-    # An empty side contributes nothing; its shift of −inf must not meet its zero sums.
-    shift_a = torch.where(a.top == float("-inf"), 0.0, shift_a)
-    shift_b = torch.where(b.top == float("-inf"), 0.0, shift_b)
     # The side that loses the top gives its own top key, mass 1, to the rest.
     own_a = (~a_first & (a.key >= 0)).to(fa.dtype)
     own_b = (a_first & (b.key >= 0)).to(fb.dtype)
@@ -211,7 +212,13 @@ def finish(
         whole, _, _ = merge(state, sink)
     total = 1 + whole.rest
     lse = whole.top + torch.log1p(whole.rest)
-    others = state.rest if sinks is None else state.rest + (sinks - state.top).exp()
+    # log_mass is not lse − top, which would round at the size of the logits.
+    log_rest, log_mass, log_sink = state.rest.log(), torch.log1p(state.rest), None
+    if sinks is not None:
+        gap = sinks - state.top
+        log_rest, log_mass = torch.logaddexp(log_rest, gap), torch.logaddexp(log_mass, gap)
+        log_sink = gap - log_mass
+    log_mass = torch.where(state.key < 0, 0.0, log_mass)
 
     empty = state.count == 0
     bad = ~empty & ~(lse.isfinite() & state.mean.isfinite() & state.peak.isfinite())
@@ -233,17 +240,14 @@ def finish(
         # Both terms are ≥ 0, so nothing cancels; likewise below.
         entropy=undefined(torch.log1p(whole.rest) - whole.rest_log / total),
         top_key=torch.where(nothing, -1, state.key).to(torch.int32),
-        top_margin=undefined((-others.log()).clamp(max=MARGIN_LIMIT)),
+        top_margin=undefined((-log_rest).clamp(max=MARGIN_LIMIT)),
         collision=undefined((1 + whole.rest_sq) / total.square()),
         jacobian_trace=undefined(
             (2 * whole.rest + whole.rest.square() - whole.rest_sq) / total.square()
         ),
         mean_key=undefined((state.key + state.rest_pos) / (1 + state.rest)),
         nonfinite=bad,
-        sink_mass=None if sinks is None else undefined((sinks - lse).exp()),
+        sink_mass=None if log_sink is None else undefined(log_sink.exp()),
         kernel=kernel,
     )
-    # Without a sink log1p(rest) is exact where lse − top would round.
-    log_mass = torch.log1p(whole.rest) if sinks is None else lse - state.top
-    log_mass = torch.where(state.key < 0, 0.0, log_mass)
     return stats, state.top, log_mass

@@ -49,7 +49,7 @@ class Trace:
     visible: Bool[Tensor, "*batch queries keys"]
     scale: float
     softcap: float | None
-    sinks: Float[Tensor, "heads"] | None
+    sinks: Float[Tensor, " heads"] | None
     tokens: tuple[str, ...] | None = None
 
     def label(self, tokens: Iterable[str]) -> Trace:
@@ -68,6 +68,8 @@ class Trace:
         return _rows(self)
 
     def __repr__(self) -> str:
+        if 0 in self.scores.shape[:-2]:
+            return f"<Trace of shape {tuple(self.scores.shape)}>"
         from scaledot.document import trace_document
         from scaledot.terminal import trace_text
 
@@ -102,7 +104,8 @@ def trace(
     means "may attend". An empty row has weights and output 0; a row with a visible non-finite
     score is NaN; what is masked out never matters.
 
-    Raises: ValueError and TypeError as `scaledot.attention`.
+    Raises: ValueError and TypeError as `scaledot.attention`, and for a mask whose values say that
+    it was meant otherwise: a float mask of 0 and 1, a causal mask inverted.
     Source: Vaswani et al. 2017, section 3.2.1; docs/maths.md#edges.
 
     >>> q = k = v = torch.eye(2)
@@ -115,6 +118,7 @@ def trace(
     )
     dropout_p = checks.dropout(dropout_p)
     seen = resolve(p, attn_mask, is_causal, window)
+    checks.mask_values(seen.allowed, seen.bias)
 
     k = p.key.repeat_interleave(p.group, 1)
     v = p.value.repeat_interleave(p.group, 1) if p.value is not None else None
@@ -134,12 +138,12 @@ def trace(
     dropped = torch.dropout(weights, dropout_p, train=True) if dropout_p else None
     output = None if v is None else _apply(weights if dropped is None else dropped, v, attended)
 
-    def given(x: Tensor | None) -> Tensor | None:
-        return None if x is None else p.restore(x)
-
+    give = p.restore
     result = Trace(
-        given(p.query), given(p.key), given(scores), given(scaled), given(capped), given(masked),
-        given(weights), given(dropped), given(output), given(visible), p.scale, p.softcap, p.sinks,
+        give(p.query), give(p.key), give(scores), give(scaled),
+        None if capped is None else give(capped), give(masked), give(weights),
+        None if dropped is None else give(dropped), None if output is None else give(output),
+        give(visible), p.scale, p.softcap, p.sinks,
     )  # fmt: skip
     return result if tokens is None else result.label(tokens)
 
@@ -151,7 +155,7 @@ def _visible(seen: Visibility, device: torch.device) -> tuple[Tensor, Tensor, Te
     hidden, bias = seen.block(0, queries, 0, keys)
     none = torch.zeros((), dtype=torch.bool, device=device)
     kept = ~(none if hidden is None else hidden).expand(seen.shape)
-    visible = kept if bias is None else kept & (bias > seen.floor)
+    visible = kept if bias is None else kept & ~(bias <= seen.floor)
     return visible, torch.where(visible.any(-1, keepdim=True), visible, kept), bias
 
 
@@ -190,29 +194,34 @@ def _rows(t: Trace) -> RowStats:
     if scaled.shape[-1] == 0:
         scaled, masked = (x.new_full((*x.shape[:-1], 1), -math.inf) for x in (scaled, masked))
         visible = torch.zeros_like(scaled, dtype=torch.bool)
+    sink = None
+    if t.sinks is not None:
+        sink = t.sinks.to(dtype).view(-1, *(1,) * min(scaled.dim() - 1, 2))
+        sink = sink.expand(*scaled.shape[:-1], 1)
     empty = count == 0
     bad = (visible & ~(scaled.isfinite() & masked.isfinite())).any(-1)
+    if sink is not None:
+        bad = bad | (~empty & ~(sink < math.inf).squeeze(-1))
     nothing = empty | bad
     seen = scaled.masked_fill(~visible, 0.0)
     mean = seen.sum(-1) / count.clamp(min=1)
     var = (scaled - mean[..., None]).masked_fill(~visible, 0.0).square().sum(-1)
     logits = masked.masked_fill(~visible, -math.inf)
     top_key = logits.argmax(-1)
-    sink = None
-    outcomes = logits
-    if t.sinks is not None:
-        sink = t.sinks.to(dtype)[:, None, None].expand(*logits.shape[:-1], 1)
-        outcomes = torch.cat([logits, sink], -1)
-    lse = outcomes.logsumexp(-1)
-    log_p = outcomes - torch.where(lse.isfinite(), lse, 0.0)[..., None]
+    outcomes = logits if sink is None else torch.cat([logits, sink], -1)
+    # Everything is measured from the heaviest outcome: 1 − p_max and its like are sums of the
+    # others' masses, never differences.
+    heaviest = outcomes.argmax(-1, keepdim=True)
+    most = outcomes.gather(-1, heaviest)
+    away = outcomes - torch.where(most.isfinite(), most, 0.0)
+    log_total = away.exp().scatter(-1, heaviest, 0.0).sum(-1, keepdim=True).log1p()
+    lse = (most + log_total).squeeze(-1)
+    log_p = away - log_total
     p = log_p.exp()
-    top = logits.gather(-1, top_key[..., None])
-    others = (outcomes - top).scatter(-1, top_key[..., None], -math.inf).logsumexp(-1)
-    # 1 − Σp² = Σ p·(mass of the others), where the heaviest outcome's others are summed, not
-    # subtracted from 1.
-    heaviest = p.argmax(-1, keepdim=True)
     rest = p.scatter(-1, heaviest, 0.0)
     gini = rest.sum(-1) * (1 + p.gather(-1, heaviest).squeeze(-1)) - rest.square().sum(-1)
+    top = logits.gather(-1, top_key[..., None])
+    others = (outcomes - top).scatter(-1, top_key[..., None], -math.inf).logsumexp(-1)
     position = torch.arange(logits.shape[-1], device=p.device, dtype=dtype)
 
     def undefined(x: Tensor) -> Tensor:

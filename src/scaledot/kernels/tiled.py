@@ -15,29 +15,19 @@ gradients of lse and entropy that are folded in (docs/maths.md#backward).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from scaledot.kernels import Gradients, Terms
 from scaledot.masks import Visibility
-from scaledot.rows import RowState, RowStats, finish, merge
+from scaledot.rows import EXP_ZERO, RowState, RowStats, finish, merge
 
 BLOCK = 1 << 19
 """Scores held at once: large enough to hide torch's call overhead, small enough for the cache."""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What turns ⟨q,k⟩ into weights, beside the mask."""
-
-    scale: float
-    softcap: float | None
-    sinks: Float[Tensor, "heads"] | None
-    dropout_p: float
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -50,12 +40,27 @@ class _Tile:
     number: int
 
 
+def output(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    seen: Visibility,
+    terms: Terms,
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """The output of `forward` alone."""
+    out, _, _, _ = forward(query, key, value, seen, terms)
+    assert out is not None  # there was a value
+    return out
+
+
 def forward(
     query: Float[Tensor, "batch heads queries dim"],
     key: Float[Tensor, "batch kv_heads keys dim"],
     value: Float[Tensor, "batch kv_heads keys value_dim"] | None,
     seen: Visibility,
     terms: Terms,
+    *,
+    statistics: bool = True,  # noqa: ARG001  # they cost little beside torch's own calls
 ) -> tuple[
     Float[Tensor, "batch heads queries value_dim"] | None,
     RowStats,
@@ -67,7 +72,7 @@ def forward(
     Output is float32, or float64 for float64 inputs; None without a value.
     """
     dtype = _accumulator(query)
-    batch, heads, queries, _ = query.shape
+    batch, _, queries, _ = query.shape
     kv_heads, group = key.shape[1], _group(query, key)
     like = query.new_empty(0, dtype=dtype)
     shape = (batch, kv_heads, group, queries)
@@ -76,14 +81,14 @@ def forward(
     out = None if value is None else like.new_zeros(*shape, value.shape[-1])
     careful = value is not None and not bool(value.isfinite().all())
 
-    for tile in _tiles(query, key, seen):
+    for tile in _tiles(query, key):
         q0, q1 = tile.queries
         q = _rows(query, tile, group, dtype) * terms.scale
         part = seen.part(tile.batch, _query_heads(tile, group))
         state = RowState.identity((*q.shape[:3], q1 - q0), like)
         acc: Tensor | float = 0.0
-        spoilt: Tensor | float = 0.0
-        for number, k0, k1 in _key_blocks(part, q0, q1, key.shape[2], q):
+        spoilt = spoilt_empty = q.new_zeros(())
+        for number, k0, k1 in _key_blocks(part, tile):
             k = key[tile.batch, tile.heads, k0:k1].to(dtype)
             scaled, logits, hidden, uncounted, _ = _scores(
                 q, k, part, (q0, q1, k0, k1), group, terms.softcap
@@ -95,24 +100,25 @@ def forward(
             v = value[tile.batch, tile.heads, k0:k1].to(dtype)
             fa, fb = fa[..., None], fb[..., None]
             if careful:
-                wrong = (~v.isfinite()).to(dtype)
-                v = torch.where(wrong > 0, 0.0, v)
-                looks = e if uncounted is None else torch.where(uncounted, e, 1.0)
-                looks = torch.ones_like(e) if uncounted is None and hidden is None else looks
-                if uncounted is None and hidden is not None:
-                    looks = (~hidden).to(dtype).expand_as(e)
-                spoilt = spoilt * fa + _times(looks, wrong)
+                # A value that is no number spoils the rows that see it, however little it weighs.
+                wrong, v = (~v.isfinite()).to(dtype), _safe(v)
+                spoilt_empty = spoilt_empty + _seen_times(hidden, wrong, e)
+                spoilt = spoilt + _seen_times(hidden if uncounted is None else uncounted, wrong, e)
             if terms.dropout_p:
-                e = e * _kept(e, terms, tile.number, number)
+                e = e * _kept(e, terms, number)
             acc = acc * fa + _times(e, v) * fb
         where = (tile.batch, tile.heads, slice(None), slice(q0, q1))
         for f in fields(RowState):
             getattr(total, f.name)[where] = getattr(state, f.name)
         if out is not None:
-            out[where] = torch.where(spoilt > 0, float("nan"), acc) if careful else acc
+            if careful:
+                # A row that sees nothing attends to what a finfo.min mask leaves it, as in torch.
+                bad = torch.where((state.count == 0)[..., None], spoilt_empty, spoilt) > 0
+                acc = torch.where(bad, float("nan"), acc)
+            out[where] = acc
 
     flat = RowState(**{f.name: getattr(total, f.name).flatten(1, 2) for f in fields(RowState)})
-    sinks = None if terms.sinks is None else terms.sinks.to(dtype)[:, None]
+    sinks = None if terms.sinks is None else terms.sinks.to(dtype)[:, None].expand_as(flat.top)
     stats, top, log_mass = finish(flat, sinks, "tiled")
     if out is not None:
         out = out.flatten(1, 2) * (-log_mass).exp()[..., None]
@@ -120,15 +126,47 @@ def forward(
     return out, stats, top, log_mass
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of the inputs, in the accumulator's dtype; bias and sinks only where asked."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    sinks: Tensor | None
+def sweep(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    seen: Visibility,
+    terms: Terms,
+    factors: Sequence[float],
+) -> list[RowStats]:
+    """Row statistics at scale·factor for each factor, over one QKᵀ."""
+    dtype = _accumulator(query)
+    batch, _, queries, _ = query.shape
+    kv_heads, group = key.shape[1], _group(query, key)
+    like = query.new_empty(0, dtype=dtype)
+    names = [f.name for f in fields(RowState)]
+    start = RowState.identity((len(factors), batch, kv_heads, group, queries), like)
+    total = RowState(**{name: getattr(start, name).clone() for name in names})
+    for tile in _tiles(query, key):
+        q0, q1 = tile.queries
+        q = _rows(query, tile, group, dtype) * terms.scale
+        part = seen.part(tile.batch, _query_heads(tile, group))
+        states = [RowState.identity((*q.shape[:3], q1 - q0), like) for _ in factors]
+        for _, k0, k1 in _key_blocks(part, tile):
+            k = key[tile.batch, tile.heads, k0:k1].to(dtype)
+            scores = _times(q, k.mT)
+            for i, factor in enumerate(factors):
+                scaled = scores * factor
+                logits, hidden, uncounted, _ = _logits(
+                    scaled, part, (q0, q1, k0, k1), group, terms.softcap
+                )
+                block, _ = RowState.of(scaled, logits, hidden, uncounted, k0)
+                states[i], _, _ = merge(states[i], block)
+        for i, state in enumerate(states):
+            for name in names:
+                where = (i, tile.batch, tile.heads, slice(None), slice(q0, q1))
+                getattr(total, name)[where] = getattr(state, name)
+    sinks = None if terms.sinks is None else terms.sinks.to(dtype)[:, None]
+    result = []
+    for i in range(len(factors)):
+        flat = RowState(**{name: getattr(total, name)[i].flatten(1, 2) for name in names})
+        own = None if sinks is None else sinks.expand_as(flat.top)
+        result.append(finish(flat, own, "tiled")[0])
+    return result
 
 
 def backward(
@@ -167,39 +205,41 @@ def backward(
     d_entropy = zero if d_entropy is None else torch.where(counted, d_entropy.to(dtype), 0.0)
     # dS = p·(dP − level − dH·ln p)
     level = delta - d_lse + torch.where(counted, d_entropy * entropy, 0.0)
-    if bool(out.isnan().any()):
-        level = torch.where(out.isnan().any(-1) & ~counted, 0.0, level)
-    base = torch.where(top == float("-inf"), 0.0, top) + log_mass
+    top = torch.where(top == float("-inf"), 0.0, top)
     d_sinks = None
     if terms.sinks is not None:
-        log_p = terms.sinks.to(dtype)[:, None] - base
-        d_sinks = (log_p.exp() * (-level - d_entropy * log_p)).sum((0, 2))
-        if bool((~counted).any()):
-            d_sink_rows = log_p.exp() * (-level - d_entropy * log_p)
-            d_sinks = torch.where(counted, d_sink_rows, 0.0).sum((0, 2))
+        log_p = terms.sinks.to(dtype)[:, None] - top - log_mass
+        d_rows = log_p.exp() * (-level - d_entropy * log_p.clamp(min=EXP_ZERO))
+        d_sinks = torch.where(counted, d_rows, 0.0).sum((0, 2))
     # Only where an input holds NaN or inf must 0·NaN be kept out of the products.
     careful = not all(bool(x.isfinite().all()) for x in (query, key, value, d_out))
 
-    for tile in _tiles(query, key, seen):
+    for tile in _tiles(query, key):
         q0, q1 = tile.queries
         q = _rows(query, tile, group, dtype) * terms.scale
         heads = _query_heads(tile, group)
         part = seen.part(tile.batch, heads)
         g = _rows(d_out, tile, group, dtype)
-        row_base, row_level, row_entropy = (
+        row_top, row_mass, row_level, row_entropy, row_counted = (
             x[tile.batch, heads, q0:q1].unflatten(1, (-1, group))[..., None]
-            for x in (base, level, d_entropy)
+            for x in (top, log_mass, level, d_entropy, counted)
         )
         wrong_rows = (~g.isfinite()).any(-1, keepdim=True) if careful else None
         q_safe, g_safe = (_safe(q), _safe(g)) if careful else (q, g)
         where = (tile.batch, tile.heads, slice(None), slice(q0, q1))
-        for number, k0, k1 in _key_blocks(part, q0, q1, key.shape[2], q):
+        for number, k0, k1 in _key_blocks(part, tile):
             at = (tile.batch, tile.heads, slice(k0, k1))
             k, v = key[at].to(dtype), value[at].to(dtype)
-            _, logits, hidden, _, slope = _scores(
+            _, logits, hidden, uncounted, slope = _scores(
                 q, k, part, (q0, q1, k0, k1), group, terms.softcap
             )
-            log_p = logits - row_base
+            if uncounted is not None:
+                # Only a row that sees nothing attends to what a finfo.min mask leaves it.
+                hidden = uncounted & (row_counted if hidden is None else row_counted | hidden)
+            # In two steps: their sum would round at the size of the logits.
+            log_p = logits - row_top - row_mass
+            if part.bias is not None:
+                log_p = log_p.clamp(min=EXP_ZERO)
             if hidden is not None:
                 log_p = log_p.masked_fill(hidden, 0.0)
             p = log_p.exp()
@@ -210,7 +250,7 @@ def backward(
             d_p = _times(g, v.mT)
             dropped = p
             if terms.dropout_p:
-                kept = _kept(p, terms, tile.number, number)
+                kept = _kept(p, terms, number)
                 dropped, d_p = p * kept, d_p * kept
             d_value[at] += _fold(dropped).mT @ _fold(g_safe)
             d_s = p * (d_p - row_level - row_entropy * log_p)
@@ -231,6 +271,12 @@ def _scores(q: Tensor, k: Tensor, seen: Visibility, at: tuple[int, int, int, int
             softcap: float | None):  # fmt: skip
     """A block's scaled scores, logits, what is hidden, what is uncounted, the soft-cap's slope."""
     scaled = _times(q, k.mT)
+    return scaled, *_logits(scaled, seen, at, group, softcap)
+
+
+def _logits(scaled: Tensor, seen: Visibility, at: tuple[int, int, int, int], group: int,
+            softcap: float | None):  # fmt: skip
+    """What enters softmax of a block's scaled scores, what is hidden and uncounted, the slope."""
     logits, slope = scaled, None
     if softcap is not None:
         bounded = torch.tanh(scaled / softcap)
@@ -244,14 +290,14 @@ def _scores(q: Tensor, k: Tensor, seen: Visibility, at: tuple[int, int, int, int
         if bool(low.any()):
             uncounted = low if hidden is None else low | hidden
             logits = torch.where(low & ~logits.isfinite(), 0.0, logits)
-        bias = bias.to(q.dtype).clamp(min=torch.finfo(q.dtype).min)
+        bias = bias.to(scaled.dtype).clamp(min=torch.finfo(scaled.dtype).min)
         logits = logits + bias
     if hidden is not None:
         logits = logits.masked_fill(hidden, float("-inf"))
-    return scaled, logits, hidden, uncounted, slope
+    return logits, hidden, uncounted, slope
 
 
-def _tiles(query: Tensor, key: Tensor, seen: Visibility) -> Iterator[_Tile]:
+def _tiles(query: Tensor, key: Tensor) -> Iterator[_Tile]:
     """Blocks of batches, kv heads and queries, each with at most BLOCK scores a block of keys."""
     batch, _, queries, _ = query.shape
     kv_heads, group = key.shape[1], _group(query, key)
@@ -277,19 +323,23 @@ def _keys_at_once(queries: int) -> int:
     return 512 if queries > 16 else 8192
 
 
-def _key_blocks(seen: Visibility, q0: int, q1: int, keys: int, q: Tensor) -> Iterator[tuple[int, int, int]]:
-    k_begin, k_end = seen.span(q0, q1)
-    step = _keys_at_once(seen.shape[2])
-    for k0 in range(k_begin - k_begin % step, k_end, step):
-        lo, hi = max(k0, k_begin), min(k0 + step, k_end)
-        if lo < hi:
-            yield k0 // step, lo, hi
+def _key_blocks(seen: Visibility, tile: _Tile) -> Iterator[tuple[int, int, int]]:
+    """(number, k0, k1) of each block of keys that a tile may see; no two blocks share a number."""
+    queries, keys = seen.shape[2:]
+    begin, end = seen.span(*tile.queries)
+    step = _keys_at_once(queries)
+    blocks = -(-keys // step)
+    for block in range(begin // step, -(-end // step)):
+        k0, k1 = max(block * step, begin), min((block + 1) * step, end)
+        if k0 < k1:
+            yield tile.number * blocks + block, k0, k1
 
 
-def _kept(like: Tensor, terms: Terms, tile: int, block: int) -> Tensor:
+def _kept(like: Tensor, terms: Terms, number: int) -> Tensor:
     """The dropout factors of one block, the same whenever it is asked for: 0 or 1/(1−p)."""
     generator = torch.Generator(like.device)
-    generator.manual_seed((terms.seed + (tile << 24) + block) & ((1 << 63) - 1))
+    # The CPU's generator reads 32 bits of its seed, so blocks must differ in those.
+    generator.manual_seed((terms.seed + number) & ((1 << 63) - 1))
     draw = torch.rand(like.shape, generator=generator, device=like.device)
     return (draw >= terms.dropout_p).to(like.dtype) / (1 - terms.dropout_p)
 
@@ -324,6 +374,12 @@ def _fold(x: Tensor) -> Tensor:
 def _times(a: Tensor, b: Tensor) -> Tensor:
     """a (b, h, group, rows, x) times b (b, h, x, y): the group shares b, nothing is repeated."""
     return (_fold(a) @ b).unflatten(2, a.shape[2:4])
+
+
+def _seen_times(out: Tensor | None, wrong: Tensor, like: Tensor) -> Tensor:
+    """How many wrong values each row sees, `out` being the keys that it does not."""
+    seen = torch.ones_like(like) if out is None else (~out).to(like.dtype).expand_as(like)
+    return _times(seen, wrong)
 
 
 def _safe(x: Tensor) -> Tensor:

@@ -1,0 +1,449 @@
+"""`audit`: texts through a model → every head's numbers, what they mean, and a file.
+
+Each window of text is one forward pass under `observe`; head statistics are kept, nothing n×n is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaledot import ScaledotError
+from scaledot import heads as head_stats
+from scaledot.diagnose import Finding, Head, Layer, findings, heads_of
+from scaledot.heads import SATURATED, HeadStats
+from scaledot.observation import observe
+from scaledot.scales import configured, head_size
+
+SEED = 20260714
+
+
+@dataclass(frozen=True)
+class Theory:
+    """What independent N(0, 1) scores would give under the same masks: a seeded simulation.
+
+    keys exp(mean entropy); saturated share of rows; gradient mean Σp(1−p); largest the expected
+    maximum of all scores. uniform_keys and uniform_gradient are those of equal weights.
+    """
+
+    keys: float
+    saturated: float
+    gradient: float
+    largest: float
+    uniform_keys: float
+    uniform_gradient: float
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """What an audit found. `heads` has a `Head` a head, `findings` what they say, `stats` the sums
+    behind them; `complete` is False if it was stopped early, and the numbers are then exact for
+    what was done. Printing it gives the terminal's table."""
+
+    model: Mapping[str, Any]
+    text: Mapping[str, Any]
+    run: Mapping[str, Any]
+    theory: Theory | None
+    layers: tuple[Layer, ...]
+    heads: tuple[Head, ...]
+    findings: tuple[Finding, ...]
+    checked: tuple[tuple[str, str], ...]
+    stats: Mapping[str, HeadStats] = field(repr=False)
+    complete: bool = True
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Write the audit as JSON, whole or not at all, and return its size in bytes.
+
+        Raises: ScaledotError if the file cannot be written.
+        """
+        from scaledot.document import audit_document, dump
+
+        data = dump(audit_document(self))
+        head_stats.write(path, data)
+        return len(data)
+
+    def __str__(self) -> str:
+        from scaledot.document import audit_document
+        from scaledot.terminal import audit_text
+
+        return audit_text(audit_document(self))
+
+    def __repr__(self) -> str:
+        found = len(self.findings)
+        return f"<Audit of {self.model['name']}: {len(self.heads)} heads, {found} findings>"
+
+
+def audit(
+    model: Any,
+    tokenizer: Any,
+    texts: str | Iterable[str],
+    *,
+    max_tokens: int | None = None,
+    context: int | None = None,
+    layers: Iterable[int] | None = None,
+    name: str | None = None,
+    on_progress: Callable[[int, int, int], None] | None = None,
+) -> Audit:
+    """Run texts through a model and measure every attention head.
+
+    tokenizer is a transformers tokenizer, or a function from a text to the model's keyword
+    arguments. Texts longer than the context (the model's own unless given) are cut into windows
+    that do not see each other. max_tokens stops after so many tokens; layers keeps some layers.
+    on_progress(windows done, windows in all, tokens done) is called after each window.
+    Ctrl-C ends early and keeps what is done.
+
+    Raises: ScaledotError for an empty text or a model whose attention cannot be observed.
+
+    >>> report = scaledot.audit(model, tokenizer, "The cat sat.")  # doctest: +SKIP
+    >>> report.heads[0].after                                      # doctest: +SKIP
+    1.31
+    """
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    if not any(t.strip() for t in texts):
+        raise ScaledotError(
+            'the text is empty: pass --text "…" or --file PATH (- is standard input)'
+        )
+    limit = context or context_of(model, tokenizer)
+    windows = list(_windows(texts, tokenizer, limit, max_tokens))
+    wanted = None if layers is None else set(layers)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    started = time.perf_counter()
+    done, tokens, complete = 0, 0, True
+    kept: dict[str, HeadStats] = {}
+    calls: dict[str, Any] = {}
+    unobserved: list[str] = []
+    training = model.training
+    model.eval()
+    try:
+        with observe(model) as seen:
+            for window in windows:
+                with torch.no_grad():
+                    model(**_arguments(model, window, device))
+                kept, calls = dict(seen.heads), dict(seen.calls)
+                done, tokens = done + 1, tokens + window["input_ids"].numel()
+                if on_progress is not None:
+                    on_progress(done, len(windows), tokens)
+            unobserved = list(seen.unobserved)
+    except KeyboardInterrupt:
+        if not kept:
+            raise
+        complete = False
+    finally:
+        model.train(training)
+    seconds = time.perf_counter() - started
+
+    config = getattr(model, "config", None)
+    places = _layers(calls, kept, config)
+    if wanted is not None:
+        absent = wanted - {x.index for x in places}
+        if absent:
+            raise ScaledotError(
+                f"no layer {min(absent)}: this model has layers 0 to {len(places) - 1}"
+            )
+        places = [x for x in places if x.index in wanted]
+    heads = [h for x in places for h in heads_of(kept[x.path], x.index)]
+    d_model = _field(config, "hidden_size", "d_model", "n_embd")
+    found, clear = findings(heads, places, d_model)
+    stats = {x.path: kept[x.path] for x in places}
+    first = next(iter(calls.values()))
+    longest = max(w["input_ids"].shape[-1] for w in windows[:done])
+    return Audit(
+        model={
+            "name": name or _name(model),
+            "architecture": _architecture(model, places),
+            "layers": len(places),
+            "heads": places[0].heads,
+            "kv_heads": places[0].kv_heads,
+            "d_k": places[0].d_k,
+            "d_model": d_model,
+            "shares_weights": any("[" in x.path for x in places),
+            "context": limit,
+            "unobserved": unobserved,
+        },
+        text={
+            "texts": len([t for t in texts if t.strip()]),
+            "windows": done,
+            "tokens": tokens,
+            "context": limit,
+            "longest": longest,
+            "attention": _attention_kind(places),
+            "scores": int(stats[places[0].path].scaled.count.max()),
+            "planned": len(windows),
+        },
+        run={
+            "kernel": first.kernel,
+            "dtype": str(next((p.dtype for p in model.parameters()), torch.float32)).split(".")[-1],
+            "device": str(device),
+            "threads": torch.get_num_threads() if device.type == "cpu" else None,
+            "seconds": seconds,
+            "torch": torch.__version__,
+            "transformers": _version("transformers"),
+        },
+        theory=_theory(list(stats.values())),
+        layers=tuple(places),
+        heads=tuple(heads),
+        findings=tuple(found),
+        checked=tuple(clear),
+        stats=stats,
+        complete=complete,
+    )
+
+
+def context_of(model: Any, tokenizer: Any) -> int | None:
+    """Tokens a model takes at once, by its configuration and tokenizer; None if neither says."""
+    config = getattr(model, "config", None)
+    sizes = [
+        _field(config, "max_position_embeddings", "n_positions", "max_target_positions"),
+        getattr(tokenizer, "model_max_length", None),
+    ]
+    known = [int(s) for s in sizes if s and s < 10**9]
+    return min(known) if known else None
+
+
+def _windows(
+    texts: Sequence[str], tokenizer: Any, context: int | None, max_tokens: int | None
+) -> Iterator[dict[str, Tensor]]:
+    """Model inputs of batch 1, each within the context, until max_tokens are used up."""
+    left = math.inf if max_tokens is None else max_tokens
+    for text in texts:
+        if not text.strip():
+            continue
+        for window in _encode(text, tokenizer, context):
+            if left <= 0:
+                return
+            length = window["input_ids"].shape[-1]
+            if length > left:
+                window = {
+                    k: v[..., : int(left)] if v.shape[-1] == length else v
+                    for k, v in window.items()
+                }
+            left -= length
+            yield window
+
+
+def _encode(text: str, tokenizer: Any, context: int | None) -> list[dict[str, Tensor]]:
+    if not hasattr(tokenizer, "decode"):
+        window = dict(tokenizer(text))
+        length = window["input_ids"].shape[-1]
+        step = context or length
+        return [
+            {k: v[..., i : i + step] if v.shape[-1] == length else v for k, v in window.items()}
+            for i in range(0, length, step)
+        ]
+    ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+    extra = tokenizer.num_special_tokens_to_add()
+    step = max((context or len(ids) + extra) - extra, 1)
+    pieces = [ids[i : i + step] for i in range(0, len(ids), step)]
+    if len(pieces) <= 1:
+        # The whole text goes through the tokenizer's own call, with whatever it adds.
+        return [{k: v for k, v in tokenizer(text, return_tensors="pt").items() if _is_input(k)}]
+    return [{"input_ids": torch.tensor([_wrap(tokenizer, piece)])} for piece in pieces if piece]
+
+
+def _is_input(name: str) -> bool:
+    return name in ("input_ids", "attention_mask", "token_type_ids")
+
+
+def _wrap(tokenizer: Any, ids: list[int]) -> list[int]:
+    """A window with the special tokens that the tokenizer puts around a text."""
+    if not tokenizer.num_special_tokens_to_add():
+        return ids
+    around = tokenizer("", add_special_tokens=True)["input_ids"]
+    prefix = around[: len(around) // 2 or 1]
+    # "[CLS] [SEP]" goes around, "<s>" before, "</s>" after.
+    if len(around) == 1 and around[0] == tokenizer.eos_token_id != tokenizer.bos_token_id:
+        prefix = []
+    return prefix + ids + around[len(prefix) :]
+
+
+def _arguments(model: Any, window: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
+    """A window as the model's keyword arguments, without a cache and only what it takes."""
+    accepted = inspect.signature(model.forward).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    given: dict[str, Any] = {
+        k: v.to(device)
+        for k, v in window.items()
+        if k in accepted or (anything and k == "input_ids")
+    }
+    if "use_cache" in accepted:
+        given["use_cache"] = False
+    if "decoder_input_ids" in accepted and "input_ids" in given:
+        ids = given["input_ids"]
+        start = _field(model.config, "decoder_start_token_id", "bos_token_id", "pad_token_id") or 0
+        given["decoder_input_ids"] = torch.cat([ids.new_full((1, 1), start), ids[:, :-1]], 1)
+    return given
+
+
+def _layers(calls: Mapping[str, Any], stats: Mapping[str, HeadStats], config: Any) -> list[Layer]:
+    """Every observed call in order, with the scale that the configuration gives it."""
+    depth: dict[tuple[str, bool], int] = {}
+    result = []
+    for index, path in enumerate(stats):
+        call = calls[path]
+        stack = (call.kind, call.causal)
+        within = depth.get(stack, 0)
+        depth[stack] = within + 1
+        result.append(
+            Layer(
+                index, path, call.kind, call.causal, call.d_k, call.heads, call.kv_heads,
+                call.scale, call.softcap, call.sinks, call.window,
+                configured(_text_config(config), call.d_k, within),
+            )
+        )  # fmt: skip
+    return result
+
+
+def _text_config(config: Any) -> Any:
+    """The configuration that holds the attention's fields, where a model nests several."""
+    nested = getattr(config, "text_config", None)
+    return nested if nested is not None and head_size(config) is None else config
+
+
+def _attention_kind(layers: Sequence[Layer]) -> str:
+    kinds = {x.causal for x in layers}
+    return "mixed" if len(kinds) > 1 else "causal" if kinds.pop() else "full"
+
+
+def _architecture(model: Any, layers: Sequence[Layer]) -> str:
+    """ "GPT-2 decoder", "BERT encoder": the family as its configuration names it, and its shape."""
+    kind = getattr(getattr(model, "config", None), "model_type", "") or type(model).__name__
+    known = {"gpt2": "GPT-2", "llama": "Llama", "t5": "T5", "distilbert": "DistilBERT",
+             "roberta": "RoBERTa", "mistral": "Mistral", "gemma": "Gemma", "gemma2": "Gemma 2",
+             "gemma3_text": "Gemma 3", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt_oss": "gpt-oss",
+             "gpt_neox": "GPT-NeoX", "whisper": "Whisper"}  # fmt: skip
+    name = known.get(kind) or (kind.upper() if len(kind) <= 6 else kind)
+    if any(x.kind == "cross" for x in layers):
+        return f"{name} encoder-decoder"
+    return f"{name} {'decoder' if all(x.causal for x in layers) else 'encoder'}"
+
+
+def _name(model: Any) -> str:
+    path = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
+    return os.path.basename(os.path.normpath(path)) if path else type(model).__name__
+
+
+def _field(config: Any, *names: str) -> int | None:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _theory(stats: Sequence[HeadStats]) -> Theory | None:
+    """Simulate N(0, 1) scores for rows that see as many keys as the model's rows did."""
+    lengths = _lengths(stats)
+    if not lengths:
+        return None
+    rows = sum(lengths.values())
+    generator = torch.Generator().manual_seed(SEED)
+    entropy = gradient = saturated = uniform_entropy = inverse = 0.0
+    several = sum(c for n, c in lengths.items() if n > 1)
+    for n, count in lengths.items():
+        weight = count / rows
+        uniform_entropy += weight * math.log(n)
+        inverse += weight / n
+        if n == 1:
+            continue
+        trials = min(max(2**21 // n, 16), max(64, round(2**14 * weight)))
+        scores = torch.randn(trials, n, generator=generator)
+        p = scores.softmax(-1)
+        top = scores.amax(-1)
+        rest = (scores - top[:, None]).exp().sum(-1) - 1
+        entropy += weight * float((scores.logsumexp(-1) - (p * scores).sum(-1)).mean())
+        gradient += weight * float((1 - p.square().sum(-1)).mean())
+        saturated += (
+            count / several * float((rest <= math.exp(-SATURATED["bfloat16"])).float().mean())
+        )
+    pairs = max(int(s.scaled.count.max()) for s in stats)
+    return Theory(
+        math.exp(entropy), saturated, gradient, _expected_maximum(pairs),
+        math.exp(uniform_entropy), 1 - inverse,
+    )  # fmt: skip
+
+
+def _lengths(stats: Sequence[HeadStats]) -> dict[int, int]:
+    """How many rows saw how many keys, to the resolution of the histogram (exact up to 64)."""
+    histogram = sum(s.measures["visible"].histogram.sum(0) for s in stats)
+    assert isinstance(histogram, Tensor)
+    edges = head_stats.EDGES["visible"]
+    result: dict[int, int] = {}
+    for i in histogram.nonzero()[:, 0].tolist():
+        low, high = edges[i - 1], edges[i] if i < len(edges) else edges[-1]
+        n = int(low) if low < 64 else round(float((low + high) / 2))
+        result[n] = result.get(n, 0) + int(histogram[i])
+    return result
+
+
+def _expected_maximum(count: int) -> float:
+    """E max of `count` independent N(0, 1) draws, by the quantiles of the maximum."""
+    u = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096
+    # 1 − u^(1/count), without rounding to 0 for large counts.
+    upper = -torch.expm1(u.log() / max(count, 1))
+    return float(-torch.special.ndtri(upper).mean())
+
+
+def trace_head(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    layer: int,
+    head: int,
+    *,
+    max_tokens: int = 1024,
+    name: str | None = None,
+) -> dict[str, Any]:
+    """The stages of one head of a model on a text, as a document with readable tokens.
+
+    Raises: ScaledotError for an empty text, or a layer or head that is not there.
+    """
+    from scaledot.document import trace_document
+    from scaledot.tokens import label_pieces, labels
+
+    if not text.strip():
+        raise ScaledotError(
+            "the text is empty: pass a sentence or --file PATH (- is standard input)"
+        )
+    context = min(context_of(model, tokenizer) or max_tokens, max_tokens)
+    windows = _encode(text, tokenizer, context)
+    window = windows[0]
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with observe(model, keep="qk", layers=[layer]) as seen, torch.no_grad():
+        model(**_arguments(model, window, device))
+    paths = list(seen.heads)
+    if not 0 <= layer < len(paths):
+        raise ScaledotError(f"no layer {layer}: this model has layers 0 to {len(paths) - 1}")
+    call = seen.calls[paths[layer]]
+    if not 0 <= head < call.heads:
+        raise ScaledotError(f"no head {head}: layer {layer} has heads 0 to {call.heads - 1}")
+    ids = window["input_ids"][0].tolist()
+    known = hasattr(tokenizer, "decode")
+    named = labels(tokenizer, ids) if known else label_pieces(list(text))[: len(ids)]
+    trace = seen.trace(paths[layer], head=head)
+    return trace_document(
+        trace,
+        model={"name": name or _name(model), "d_k": call.d_k},
+        text=text,
+        layer=layer,
+        head=head,
+        kv_head=head // (call.heads // call.kv_heads) if call.kv_heads != call.heads else None,
+        tokens=named if len(named) == trace.scores.shape[-1] else None,
+        dropped_tokens=len(windows) - 1,
+    )

@@ -1,0 +1,431 @@
+"""One summary per head, from many rows: sums that merge over texts, batches, devices, machines.
+
+A measure (entropy, top_margin, …) keeps its count, mean, sum of squared deviations, extremes and a
+histogram on fixed edges, each with a leading axis of heads; pairs keep the mean and variance of all
+scores, split into what softmax sees (within rows) and what it cannot (between rows). `merge` is
+associative and commutative with `HeadStats.identity`: integers and extremes exactly, moments to
+1e-12. Source: Chan, Golub & LeVeque 1979 for the moments; docs/maths.md#heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from scaledot import ScaledotError
+from scaledot.rows import RowStats
+
+FORMAT = "scaledot/heads 1"
+
+SATURATED = {"bfloat16": 9 * math.log(2), "float16": 12 * math.log(2), "float32": 25 * math.log(2)}
+"""top_margin in nats from which a dtype stores the heaviest weight as exactly 1: 1 − p is then
+below half a unit in the last place, 2⁻⁹, 2⁻¹², 2⁻²⁵ (docs/maths.md#saturation)."""
+
+COUNTS = ("rows", "empty", "nonfinite", "padding", "single")
+TWO_KEYS = ("score_var", "normalised_entropy", "top_margin")
+"""Measures that say nothing of a row that sees one key, and leave it out."""
+
+
+def _linear(low: float, high: float, steps: int) -> Tensor:
+    return torch.linspace(low, high, steps + 1, dtype=torch.float64)
+
+
+def _octaves(low: int, high: int, per_octave: int) -> Tensor:
+    exponents = torch.arange(low * per_octave, high * per_octave + 1, dtype=torch.float64)
+    return torch.exp2(exponents / per_octave)
+
+
+def _signed(edges: Tensor) -> Tensor:
+    return torch.cat([-edges.flip(0), torch.zeros(1, dtype=torch.float64), edges])
+
+
+_SHARE = _linear(0, 1, 128)
+_MARGIN = torch.arange(-24 * 8, 126 * 8 + 1, dtype=torch.float64) * (math.log(2) / 8)
+EDGES: Mapping[str, Tensor] = {
+    "visible": torch.cat([torch.arange(1.0, 64, dtype=torch.float64), _octaves(6, 24, 8)]),
+    "score_mean": _signed(_octaves(-6, 16, 4)),
+    "score_var": _octaves(-20, 20, 4),
+    "max_score": _signed(_octaves(-6, 16, 4)),
+    "lse": _signed(_octaves(-6, 16, 4)),
+    "entropy": _linear(0, 16, 256),
+    "normalised_entropy": _SHARE,
+    "top_margin": _MARGIN,
+    "collision": _SHARE,
+    "jacobian_trace": _octaves(-60, 0, 4),
+    "sink_mass": _SHARE,
+    "query_norm": _octaves(-12, 16, 4),
+    "key_norm": _octaves(-12, 16, 4),
+    "first": _SHARE,
+    "previous": _SHARE,
+    "current": _SHARE,
+    "next": _SHARE,
+}
+"""Histogram edges of each measure: bin i counts edges[i−1] ≤ x < edges[i], the outer two are open.
+The edges of top_margin include every value of SATURATED. A measure not named here has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measure:
+    """Sums of one measure over rows, for each head; mean is 0 and extremes ±inf for no rows."""
+
+    count: Int[Tensor, " heads"]
+    mean: Float[Tensor, " heads"]
+    m2: Float[Tensor, " heads"]
+    minimum: Float[Tensor, " heads"]
+    maximum: Float[Tensor, " heads"]
+    histogram: Int[Tensor, "heads bins"]
+
+    @staticmethod
+    def of(name: str, values: Float[Tensor, "heads rows"]) -> Measure:
+        """Summarise values, NaN meaning "not measured in this row"."""
+        there = ~values.isnan()
+        count = there.sum(1)
+        x = values.to(torch.float64)
+        mean = x.masked_fill(~there, 0.0).sum(1) / count.clamp(min=1)
+        m2 = (x - mean[:, None]).masked_fill(~there, 0.0).square().sum(1)
+        if x.shape[1] == 0:
+            x = x.new_full((x.shape[0], 1), math.nan)
+            there = torch.zeros_like(x, dtype=torch.bool)
+        low = x.masked_fill(~there, math.inf).amin(1)
+        high = x.masked_fill(~there, -math.inf).amax(1)
+        edges = EDGES.get(name)
+        if edges is None:
+            return Measure(count, mean, m2, low, high, count.new_zeros(len(count), 0))
+        bins = torch.bucketize(x.contiguous(), edges.to(x.device), right=True)
+        histogram = count.new_zeros(len(count), len(edges) + 1)
+        histogram.scatter_add_(1, bins, there.to(torch.int64))
+        return Measure(count, mean, m2, low, high, histogram)
+
+    @property
+    def var(self) -> Float[Tensor, " heads"]:
+        """Population variance over rows, NaN for no rows."""
+        return torch.where(self.count > 0, self.m2 / self.count.clamp(min=1), math.nan)
+
+    @property
+    def average(self) -> Float[Tensor, " heads"]:
+        """Mean over rows, NaN for no rows."""
+        return torch.where(self.count > 0, self.mean, math.nan)
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Mean and variance over all visible (query, key) pairs of each head.
+
+    within is Σ nᵢ·varᵢ, what softmax sees; between is Σ nᵢ·(meanᵢ − mean)², which it cannot.
+    """
+
+    count: Int[Tensor, " heads"]
+    mean: Float[Tensor, " heads"]
+    within: Float[Tensor, " heads"]
+    between: Float[Tensor, " heads"]
+
+    @staticmethod
+    def of(
+        visible: Int[Tensor, "heads rows"],
+        mean: Float[Tensor, "heads rows"],
+        var: Float[Tensor, "heads rows"],
+    ) -> Pairs:
+        """Summarise rows; one that sees nothing (or is NaN) must come with visible 0."""
+        there, weight = visible > 0, visible.to(torch.float64)
+        mean, var = (x.to(torch.float64).masked_fill(~there, 0.0) for x in (mean, var))
+        count = visible.sum(1, dtype=torch.int64)
+        grand = (weight * mean).sum(1) / count.clamp(min=1)
+        between = (weight * (mean - grand[:, None]).square()).sum(1)
+        return Pairs(count, grand, (weight * var).sum(1), between)
+
+    @property
+    def var(self) -> Float[Tensor, " heads"]:
+        """Population variance over all pairs, NaN for none."""
+        return self._per_pair(self.within + self.between)
+
+    @property
+    def var_within(self) -> Float[Tensor, " heads"]:
+        """Its part within rows, each row weighted by the keys it sees."""
+        return self._per_pair(self.within)
+
+    @property
+    def row_shift(self) -> Float[Tensor, " heads"]:
+        """Its part between rows, which softmax cannot see."""
+        return self._per_pair(self.between)
+
+    def _per_pair(self, total: Tensor) -> Tensor:
+        return torch.where(self.count > 0, total / self.count.clamp(min=1), math.nan)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadStats:
+    """Everything known of one attention module's heads.
+
+    measures: by name, see `EDGES`; each with a leading axis of heads (key_norm: of kv heads).
+    scaled, raw: all pairs, with and without the scale.
+    counts: rows (real ones), and of them empty, nonfinite, single (one visible key); padding rows
+        are counted apart and enter nothing.
+    scale: smallest and largest factor applied to QKᵀ; d_k; kv_heads.
+    """
+
+    kv_heads: int
+    d_k: int
+    scale: tuple[float, float]
+    counts: Mapping[str, Int[Tensor, " heads"]]
+    scaled: Pairs
+    raw: Pairs
+    measures: Mapping[str, Measure]
+
+    @property
+    def heads(self) -> int:
+        return len(self.counts["rows"])
+
+    @staticmethod
+    def identity(heads: int, kv_heads: int, d_k: int) -> HeadStats:
+        """The summary of nothing: merging it changes nothing."""
+        zero, none = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.int64)
+        pairs = Pairs(none, zero, zero, zero)
+        scale = (math.inf, -math.inf)
+        return HeadStats(kv_heads, d_k, scale, dict.fromkeys(COUNTS, none), pairs, pairs, {})
+
+    @staticmethod
+    def of(
+        rows: RowStats,
+        *,
+        scale: float,
+        d_k: int,
+        kv_heads: int,
+        real: Bool[Tensor, "batch queries"] | None = None,
+        extra: Mapping[str, Float[Tensor, "batch heads queries"]] | None = None,
+        key_norm: Float[Tensor, "batch kv_heads keys"] | None = None,
+    ) -> HeadStats:
+        """Summarise the rows of one call, each (batch, heads, queries).
+
+        real is False for padding. extra adds measures of the same shape, NaN where a row has none.
+        key_norm is ‖k‖, NaN for a key that nobody sees.
+        """
+        batch, heads, queries = rows.visible.shape
+
+        padding = torch.zeros(batch, queries, dtype=torch.bool, device=rows.visible.device)
+        padding = padding if real is None else ~real
+        padded = _by_head(padding[:, None].expand(batch, heads, queries).to(torch.int32)) > 0
+        visible = _by_head(rows.visible)
+        bad = (_by_head(rows.nonfinite.to(torch.int32)) > 0) & ~padded
+        empty, single = (visible == 0) & ~padded, (visible == 1) & ~padded & ~bad
+        out = padded | bad | empty
+        counts = {
+            "rows": (~padded).sum(1),
+            "empty": empty.sum(1),
+            "nonfinite": bad.sum(1),
+            "padding": padded.sum(1),
+            "single": single.sum(1),
+        }
+        named = {
+            name: _by_head(getattr(rows, name))
+            for name in ("visible", "score_mean", "score_var", "max_score", "lse", "entropy",
+                         "top_margin", "collision", "jacobian_trace", "sink_mass")
+            if getattr(rows, name) is not None
+        }  # fmt: skip
+        # The sink is an outcome too, and entropy counts it.
+        outcomes = visible.clamp(min=1).to(torch.float64) + (rows.sink_mass is not None)
+        named["normalised_entropy"] = named["entropy"] / outcomes.log()
+        named |= {name: _by_head(x) for name, x in (extra or {}).items()}
+        measures = {}
+        for name, x in named.items():
+            skip = out | single if name in TWO_KEYS else out
+            measures[name] = Measure.of(name, x.to(torch.float64).masked_fill(skip, math.nan))
+        if key_norm is not None:
+            measures["key_norm"] = Measure.of("key_norm", _by_head(key_norm))
+        counted = visible.masked_fill(out, 0).to(torch.int64)
+        mean, var = named["score_mean"], named["score_var"]
+        factor = 1 / scale if scale else math.nan
+        return HeadStats(
+            kv_heads,
+            d_k,
+            (scale, scale),
+            counts,
+            Pairs.of(counted, mean, var),
+            Pairs.of(counted, mean * factor, var * factor**2),
+            measures,
+        )
+
+    def share_at_least(self, name: str, edge: float) -> Float[Tensor, " heads"]:
+        """Share of a measure's rows at or above one of its edges, exactly; NaN for no rows.
+
+        Raises: ValueError if `edge` is not one of `EDGES[name]`.
+        """
+        wanted = torch.tensor(edge, dtype=torch.float64)
+        at = torch.isclose(EDGES[name], wanted, rtol=1e-12, atol=0).nonzero()
+        if len(at) != 1:
+            raise ValueError(f"{edge:g} is not an edge of {name}: only there is a share exact")
+        m = self.measures[name]
+        above = m.histogram[:, int(at) + 1 :].sum(1).to(torch.float64)
+        return torch.where(m.count > 0, above / m.count.clamp(min=1), math.nan)
+
+    def quantile(
+        self, name: str, q: float
+    ) -> tuple[Float[Tensor, " heads"], Float[Tensor, " heads"]]:
+        """(estimate, half-width): a measure's quantile over rows, from its histogram.
+
+        The true quantile lies within estimate ± half-width, half the bin it falls in, cut to the
+        exact extremes. NaN for no rows.
+        """
+        m = self.measures[name]
+        edges = EDGES[name]
+        # q·count may round up past a whole number, as 0.7·10 does.
+        rank = (q * m.count.to(torch.float64) * (1 - 1e-12)).ceil().clamp(min=1)
+        bins = (m.histogram.cumsum(1) < rank[:, None]).sum(1)
+        low = torch.cat([edges.new_full((1,), -math.inf), edges])[bins.clamp(max=len(edges))]
+        high = torch.cat([edges, edges.new_full((1,), math.inf)])[bins.clamp(max=len(edges))]
+        low, high = torch.maximum(low, m.minimum), torch.minimum(high, m.maximum)
+        middle, half = (low + high) / 2, (high - low) / 2
+        there = m.count > 0
+        return torch.where(there, middle, math.nan), torch.where(there, half, math.nan)
+
+    @property
+    def score_bound(self) -> Float[Tensor, " heads"]:
+        """max‖q‖·max‖k‖: no raw score ⟨q,k⟩ of either sign, masked or not, is larger in size."""
+        q, k = self.measures["query_norm"].maximum, self.measures["key_norm"].maximum
+        return q * k.repeat_interleave(len(q) // len(k))
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """(batch, heads, rows) as (heads, batch · rows), in float64 if it is of floats."""
+    x = x.detach().transpose(0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2]).cpu()
+    return x.double() if x.is_floating_point() else x
+
+
+def merge(a: HeadStats, b: HeadStats) -> HeadStats:
+    """The summary of both. Raises ValueError if they are of different heads."""
+    for name in ("heads", "kv_heads", "d_k"):
+        one, other = getattr(a, name), getattr(b, name)
+        if one != other:
+            raise ValueError(f"cannot merge: {name} is {one} in one, {other} in the other")
+    names = [*a.measures, *(n for n in b.measures if n not in a.measures)]
+    return HeadStats(
+        a.kv_heads,
+        a.d_k,
+        (min(a.scale[0], b.scale[0]), max(a.scale[1], b.scale[1])),
+        {name: a.counts[name] + b.counts[name] for name in COUNTS},
+        _merge_pairs(a.scaled, b.scaled),
+        _merge_pairs(a.raw, b.raw),
+        {name: _merge_measure(a.measures.get(name), b.measures.get(name)) for name in names},
+    )
+
+
+def _merge_measure(a: Measure | None, b: Measure | None) -> Measure:
+    if a is None or b is None:
+        both = a or b
+        assert both is not None
+        return both
+    count = a.count + b.count
+    weight = b.count.double() / count.clamp(min=1)
+    gap = b.mean - a.mean
+    return Measure(
+        count,
+        a.mean + gap * weight,
+        a.m2 + b.m2 + gap.square() * a.count * weight,
+        torch.minimum(a.minimum, b.minimum),
+        torch.maximum(a.maximum, b.maximum),
+        a.histogram + b.histogram,
+    )
+
+
+def _merge_pairs(a: Pairs, b: Pairs) -> Pairs:
+    count = a.count + b.count
+    weight = b.count.double() / count.clamp(min=1)
+    gap = b.mean - a.mean
+    return Pairs(
+        count,
+        a.mean + gap * weight,
+        a.within + b.within,
+        a.between + b.between + gap.square() * a.count * weight,
+    )
+
+
+def save(path: str | os.PathLike[str], modules: Mapping[str, HeadStats]) -> None:
+    """Write the statistics of several modules to a safetensors file, whole or not at all."""
+    from safetensors.torch import save as dump
+
+    tensors: dict[str, Tensor] = {}
+    about = {}
+    for module, s in modules.items():
+        about[module] = {"kv_heads": s.kv_heads, "d_k": s.d_k, "scale": [repr(x) for x in s.scale]}
+        for name, x in s.counts.items():
+            tensors[f"{module}|counts|{name}"] = x
+        for kind, pairs in (("scaled", s.scaled), ("raw", s.raw)):
+            for name, x in vars(pairs).items():
+                tensors[f"{module}|{kind}|{name}"] = x
+        for measure, m in s.measures.items():
+            for name, x in vars(m).items():
+                tensors[f"{module}|measure|{measure}|{name}"] = x
+    # safetensors wants memory of its own for each tensor.
+    tensors = {name: x.clone().contiguous() for name, x in tensors.items()}
+    write(path, dump(tensors, {"format": FORMAT, "modules": json.dumps(about)}))
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, HeadStats]:
+    """Read what `save` wrote, bit for bit. Raises ScaledotError for anything else."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(os.fspath(path), "pt") as file:
+            meta = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise ScaledotError(f"no file {path}") from None
+    except (SafetensorError, OSError) as error:
+        raise ScaledotError(f"cannot read {path}: {error}") from None
+    if meta.get("format") != FORMAT:
+        raise ScaledotError(f"{path} holds no head statistics of this version")
+    try:
+        return {
+            module: _module(module, about, tensors)
+            for module, about in json.loads(meta["modules"]).items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ScaledotError(f"{path} is damaged: some of its head statistics are missing") from None
+
+
+def _module(module: str, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> HeadStats:
+    def part(prefix: str) -> dict[str, Tensor]:
+        start = f"{module}|{prefix}|"
+        return {name[len(start) :]: x for name, x in tensors.items() if name.startswith(start)}
+
+    counts = part("counts")
+    low, high = map(float, about["scale"])
+    return HeadStats(
+        about["kv_heads"],
+        about["d_k"],
+        (low, high),
+        {name: counts[name] for name in COUNTS},
+        Pairs(**part("scaled")),
+        Pairs(**part("raw")),
+        {
+            name: Measure(**part(f"measure|{name}"))
+            for name in sorted({n.split("|")[0] for n in part("measure")})
+        },
+    )
+
+
+def write(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file, then rename it into place: a failure never spoils an older file.
+
+    Raises: ScaledotError saying why it cannot be written.
+    """
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        partial.write_bytes(data)
+        partial.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise ScaledotError(
+            f"cannot write {target}: {(error.strerror or str(error)).lower()}"
+        ) from None

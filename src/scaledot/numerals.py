@@ -1,0 +1,113 @@
+"""Numbers as people read them: three digits, at most two decimals, and what is not zero never reads
+as zero. Findings and every screen use these; they need nothing but the standard library."""
+
+import math
+from collections.abc import Sequence
+
+
+def number(x: float | None) -> str:
+    """Any quantity: ``6.67``, ``42.9``, ``160``, ``1,245``, from a million on ``1.23e6``.
+
+    ``≈0`` below 0.005, ``–`` if undefined (None or NaN), ``∞``; minus is U+2212.
+
+    >>> [number(x) for x in (6.67, 9.996, 99.96, 999.6, 0.0004, 1e9, -3, None)]
+    ['6.67', '10.0', '100', '1,000', '≈0', '1.00e9', '−3.00', '–']
+    """
+    if x is None or math.isnan(x):
+        return "–"
+    size = abs(x)
+    if math.isinf(x):
+        text = "∞"
+    elif size < 0.005:
+        return "≈0" if x else "0"
+    elif size >= 999_999.5:
+        text = f"{size:.2e}".replace("e+0", "e").replace("e+", "e")
+    else:
+        fits = ((2, 10), (1, 100))
+        decimals = next((d for d, limit in fits if round(size, d) < limit), 0)
+        text = f"{size:,.{decimals}f}"
+    return "−" + text if x < 0 else text
+
+
+def whole(x: float | None) -> str:
+    """A large quantity in units: ``1,245``, ``<1`` between 0 and a half; else as :func:`number`.
+
+    >>> [whole(x) for x in (1244.9, 29, 0.4, 0)]
+    ['1,245', '29', '<1', '0']
+    """
+    if x is None or not math.isfinite(x) or abs(x) >= 999_999.5:
+        return number(x)
+    return "<1" if 0 < x < 0.5 else f"{round(x):,}".replace("-", "−")
+
+
+def fraction(x: float | None) -> str:
+    """A gradient or share from 0 to 1: ``0.32``, never rounded to 0 or 1.
+
+    >>> [fraction(x) for x in (0.32, 0.0004, 0, 0.996, 1)]
+    ['0.32', '<0.01', '0', '>0.99', '1.00']
+    """
+    if x is None or not 0 < x < 1:
+        return number(x)
+    return "<0.01" if x < 0.005 else ">0.99" if x >= 0.995 else f"{x:.2f}"
+
+
+def weight(x: float | None) -> str:
+    """An attention weight or chance: ``.64``, never rounded to 0 or 1.
+
+    >>> [weight(x) for x in (0.638, 0.0004, 0, 0.9999, 1)]
+    ['.64', '<.01', '0', '>.99', '1.00']
+    """
+    return fraction(x).replace("0.", ".") if x is not None and 0 < x < 1 else number(x)
+
+
+def share(x: float | None) -> str:
+    """A share in percent: ``47 %``, never rounded to 0 or 100.
+
+    >>> [share(x) for x in (0.4667, 0.0004, 0, 0.9999, 1)]
+    ['47 %', '<1 %', '0 %', '>99 %', '100 %']
+    """
+    if x is None or math.isnan(x):
+        return "–"
+    small, large = 0 < x <= 0.005, 0.995 <= x < 1
+    return "<1 %" if small else ">99 %" if large else f"{x * 100:.0f} %"
+
+
+def exact(x: float | None) -> str:
+    """As :func:`number`, but a whole number has no decimals: ``15``, ``6.05``."""
+    return number(x) if x is None or x % 1 else count(int(x))
+
+
+def count(n: int) -> str:
+    """``12,288``"""
+    return f"{n:,}"
+
+
+def counted(n: int, noun: str) -> str:
+    """``1 text``, ``12,288 tokens``"""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def seconds(x: float) -> str:
+    """``0.1 s``, ``12 s``, ``2 min 5 s``"""
+    if x >= 60:
+        return f"{round(x) // 60} min {round(x) % 60} s"
+    return f"{x:.0f} s" if x >= 9.95 else f"{max(x, 0.1):.1f} s"
+
+
+def size(n: int) -> str:
+    """``512 B``, ``38 kB``, ``1.2 MB``"""
+    for unit, limit in (("B", 1000), ("kB", 1e6)):
+        if n < limit:
+            return f"{n * 1000 / limit:.0f} {unit}"
+    return f"{n / 1e6:.1f} MB"
+
+
+def ranges(values: Sequence[int]) -> str:
+    """Sorted integers: ``0–3, 7``"""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ", ".join(f"{r[0]}–{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)

@@ -1,0 +1,604 @@
+"""observe(): run any model unchanged and get the exact statistics of every attention head.
+
+Three routes lead to an attention call, and each ends in `attend`:
+
+    transformers' AttentionInterface       huggingface.py, by the module that calls it
+    F.scaled_dot_product_attention         torch_route.py, by the module that is running
+    F.multi_head_attention_forward         the same (nn.MultiheadAttention, nn.TransformerEncoder …)
+
+`attend` computes the attention with `scaledot.attention` and gives the row statistics to every
+observation whose model the call belongs to. Hooks on the modules say which one is running, what
+padding it was given and when a new forward begins. What computes its own softmax is not seen, and
+is named.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from scaledot import checks, heads, stages
+from scaledot.calls import (
+    Attended,
+    Call,
+    Frame,
+    Where,
+    describe,
+    four_axes,
+    kind_of,
+    lengthen,
+    statistics,
+    weights,
+)
+from scaledot.checks import ScaledotError
+from scaledot.dispatch import attention, autocast_inputs
+from scaledot.heads import HeadStats
+from scaledot.masks import Mask, resolve
+from scaledot.rows import RowStats
+from scaledot.stages import Trace
+
+GIB = 1 << 30
+
+TOLERANCE = 8
+"""An observed model's output differs from its own by rounding alone: by at most this many eps of
+its dtype for each attention call, times the largest output. One attention of ours and one of
+torch's are each within 4 eps of the exact one (dispatch.error_bound), and a residual stream adds
+up the calls; the largest seen over tests/test_families.py is 1.6 a call."""
+
+_ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
+
+
+def attend(
+    module: nn.Module | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    enable_gqa: bool = True,
+    dropout_p: float = 0.0,
+    window: int | None = None,
+    self_attention: bool | None = None,
+    appended: int = 0,
+    earlier: int = 0,
+    empty_value: Tensor | None = None,
+    want_weights: bool = False,
+) -> tuple[Tensor, Attended | None]:
+    """(output, what was computed), recorded by every observation that looks at the module.
+
+    query (batch, heads, queries, d_k), grouped heads un-repeated. module None: the one running.
+    window: what the caller says of a mask that is a plain tensor. appended: keys at the end that
+    belong to no token; earlier: keys that a cache has dropped. empty_value: values whose mean is
+    the output of a row that sees nothing.
+    The second result is None unless somebody looked or want_weights.
+    """
+    lookers = [] if _recomputing() else [
+        (seen, where) for seen in tuple(_LOOKING) if (where := seen._locate(module)) is not None
+    ]  # fmt: skip
+    look = bool(lookers) or want_weights
+    query, key, value = autocast_inputs(query, key, value)
+    if not look and empty_value is None:
+        out = attention(
+            query, key, value, mask, dropout_p, is_causal, scale, enable_gqa,
+            softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        return out, None
+    out, rows = attention(
+        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa,
+        softcap=softcap, sinks=sinks, return_stats=True,
+    )  # fmt: skip
+    if empty_value is not None:
+        out = _fill_empty(out, rows, empty_value)
+    if not look:
+        return out, None
+    problem = checks.problem(
+        query, key, value, scale=scale, enable_gqa=True, softcap=softcap, sinks=sinks
+    )
+    visible = resolve(problem, mask, is_causal)
+    if appended and visible.left is None and visible.right is None:
+        # The query's own key is at its own index, not counted from the end.
+        visible = replace(visible, offset=0, right=problem.key.shape[2])
+    attended = Attended(problem, visible, rows, empty_value is not None, earlier)
+    with torch.no_grad():
+        for seen, where in lookers:
+            seen._record(where, attended, window, self_attention)
+    return out, attended
+
+
+def _fill_empty(out: Tensor, rows: RowStats, value: Tensor) -> Tensor:
+    """Give rows that see nothing the mean of every value: softmax over finfo.min alone."""
+    empty = rows.empty[..., None]
+    if not bool(empty.any()):
+        return out
+    mean = value.mean(2, keepdim=True, dtype=torch.promote_types(value.dtype, torch.float32))
+    mean = mean.to(out.dtype).repeat_interleave(out.shape[1] // mean.shape[1], 1)
+    return torch.where(empty, mean, out)
+
+
+def _recomputing() -> bool:
+    """Gradient checkpointing runs a forward again inside backward: it was counted already."""
+    return torch._C._current_graph_task_id() != -1
+
+
+_LOOKING: list[Observation] = []
+"""Observations whose context is open, outermost first."""
+
+
+class Observation:
+    """What `observe` saw, readable at any time, also after its context has ended.
+
+    heads: {path: HeadStats} in call order. calls: {path: Call}, the same keys. A module called
+    several times in one forward has a path for each, `path[0]`, `path[1]` …
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        keep: bool = False,
+        layers: Sequence[str | int] | None = None,
+        last: int | None = None,
+        keep_bytes: int = 2 * GIB,
+    ) -> None:
+        self._paths = {m: name or type(model).__name__ for name, m in model.named_modules()}
+        self._keep, self._layers, self._last, self._keep_bytes = keep, layers, last, keep_bytes
+        self._stats: dict[tuple[str, int], HeadStats] = {}
+        self._calls: dict[tuple[str, int], Call] = {}
+        self._kept: dict[tuple[str, int], list[Attended]] = {}
+        self._running = threading.local()
+        self._lock = threading.Lock()
+        self._ran = False
+        for layer in layers or ():
+            self._check_layer(layer)
+
+    @property
+    def heads(self) -> dict[str, HeadStats]:
+        """Statistics by module path, in call order."""
+        return {self._name(k): stats for k, stats in self._stats.items()}
+
+    @property
+    def calls(self) -> dict[str, Call]:
+        """How each was called, by module path, in call order."""
+        repeated = {path for path, index in self._calls if index}
+        return {
+            self._name(k): replace(call, index=k[1] if k[0] in repeated else None)
+            for k, call in self._calls.items()
+        }
+
+    @property
+    def unobserved(self) -> tuple[str, ...]:
+        """Paths of modules that look like attention by their class name and were never seen."""
+        seen = {path for path, _ in self._stats}
+
+        def related(path: str) -> bool:
+            return any(path == s or _inside(s, path) or _inside(path, s) for s in seen)
+
+        return tuple(path for path in self._attention_paths() if not related(path))
+
+    def weights(
+        self,
+        path: str | int,
+        *,
+        head: int,
+        rows: slice | int = slice(None),
+        keys: slice | int = slice(None),
+        batch: int = 0,
+        call: int = -1,
+    ) -> Float[Tensor, "queries keys"]:
+        """Exact weights of a tile of one head, (rows, keys), 0 … 1, float32 or better.
+
+        Rebuilt from the query, key and lse that keep="qk" kept; only the tile is formed. Before
+        dropout, without the sink's column. path may be a position in `heads`. call counts the
+        kept calls of that path, −1 the last.
+
+        Raises: ScaledotError if nothing was kept there, naming what was; IndexError for a head,
+        batch or call that does not exist.
+
+        >>> layer = nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> with observe(layer, keep="qk") as seen:
+        ...     _ = layer(torch.randn(1, 5, 16))
+        >>> seen.weights("self_attn", head=1, rows=slice(0, 2)).shape
+        torch.Size([2, 5])
+        """
+        attended = self._find(path, call)
+        b, h = self._head(attended, path, batch, head)
+        return weights(attended, b, h, _slice(rows), _slice(keys))[0, 0]
+
+    def trace(self, path: str | int, *, head: int, batch: int = 0, call: int = -1) -> Trace:
+        """Every stage of one head of a kept call, as `scaledot.trace` gives it.
+
+        Raises: as `weights`; ScaledotError where its n×n stages would pass keep_bytes.
+        """
+        attended = self._find(path, call)
+        b, h = self._head(attended, path, batch, head)
+        p = attended.problem
+        queries, keys = p.query.shape[2], p.key.shape[2]
+        size = 6 * queries * keys * max(p.query.element_size(), 4)
+        if size > self._keep_bytes:
+            raise ScaledotError(
+                f"the stages of {queries} × {keys} scores need about {_size(size)}, keep_bytes is "
+                f"{_size(self._keep_bytes)}: seen.weights(…, rows=…, keys=…) gives a tile"
+            )
+        kv = h.start // p.group
+        hidden, bias = attended.seen.part(b, h).block(0, queries, 0, keys)
+        mask = Mask() if hidden is None else Mask(dense=~hidden[0, 0])
+        mask = mask if bias is None else mask & bias[0, 0].to(p.query.dtype)
+        return stages.trace(
+            p.query[batch, head], p.key[batch, kv],
+            None if p.value is None else p.value[batch, kv],
+            mask if mask.dense is None else mask.dense.expand(queries, keys),
+            scale=p.scale, softcap=p.softcap, sinks=None if p.sinks is None else p.sinks[h],
+        )  # fmt: skip
+
+    def summary(self) -> None:
+        """Print a table of every head."""
+        from scaledot import terminal
+        from scaledot.document import heads_document
+
+        terminal.print_heads(terminal.console(), heads_document(self))
+
+    def __repr__(self) -> str:
+        calls = sum(call.calls for call in self._calls.values())
+        total = sum(stats.heads for stats in self._stats.values())
+        kept = ", query, key and value kept" if self._keep else ""
+        return f"<Observation of {len(self._stats)} attentions, {total} heads, {calls} calls{kept}>"
+
+    # Names and places
+
+    def _name(self, key: tuple[str, int]) -> str:
+        path, index = key
+        return f"{path}[{index}]" if (path, 1) in self._stats else path
+
+    def _attention_paths(self) -> list[str]:
+        """Innermost modules whose class is named after attention, in the model's order."""
+        named = [p for m, p in self._paths.items() if _ATTENTION_NAME.search(type(m).__name__)]
+        return [p for p in named if not any(_inside(other, p) for other in named)]
+
+    def _find(self, path: str | int, call: int) -> Attended:
+        names = list(self.heads)
+        if isinstance(path, int):
+            if not -len(names) <= path < len(names):
+                raise ScaledotError(f"no attention {path}: {len(names)} were observed, from 0")
+            path = names[path]
+        if not self._keep:
+            raise ScaledotError('query and key were not kept: observe(model, keep="qk")')
+        kept = {self._name(k): calls for k, calls in self._kept.items()}
+        if path not in kept:
+            what = "was not kept" if path in names else "was not observed"
+            raise ScaledotError(f"{path!r} {what}; kept: {_some(list(kept))}")
+        calls = kept[path]
+        if not -len(calls) <= call < len(calls):
+            raise IndexError(f"{path} has {len(calls)} kept calls: call {call} does not exist")
+        return calls[call]
+
+    @staticmethod
+    def _head(attended: Attended, path: str | int, batch: int, head: int) -> tuple[slice, slice]:
+        sizes = attended.problem.query.shape[:2]
+        for name, i, n in zip(("batch", "head"), (batch, head), sizes, strict=True):
+            if not 0 <= i < n:
+                raise IndexError(f"{path} has {name} 0 to {n - 1}: {name} {i} does not exist")
+        return slice(batch, batch + 1), slice(head, head + 1)
+
+    # Modules that run
+
+    @property
+    def _frames(self) -> list[Frame]:
+        if not hasattr(self._running, "frames"):
+            self._running.frames, self._running.counts = [], {}
+        return self._running.frames
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        frames = self._frames
+        frame = _frame(self._paths[module], module, args, kwargs)
+        if not frames:
+            # Only while a module runs, and in its thread: a backward that recomputes one sees it.
+            from scaledot.torch_route import TorchRoute
+
+            self._running.route = TorchRoute()
+            self._running.route.__enter__()
+            if not _recomputing():
+                self._running.counts = {}
+        self._ran = True
+        frames.append(frame)
+
+    def _leave(self, module: nn.Module) -> None:
+        frames = self._frames
+        # A module whose own hook failed was never entered.
+        if frames and frames[-1].module is module:
+            frames.pop()
+            if not frames:
+                self._running.route.__exit__(None, None, None)
+
+    def _abandon(self) -> None:
+        """Forget modules that Ctrl-C stopped: torch runs no hook for it."""
+        if self._frames:
+            self._frames.clear()
+            self._running.route.__exit__(None, None, None)
+
+    def _locate(self, module: nn.Module | None) -> Where | None:
+        frames = self._frames
+        if module is not None and module in self._paths:
+            return Where(self._paths[module], module, tuple(frames))
+        return Where(frames[-1].path, frames[-1].module, tuple(frames)) if frames else None
+
+    # What they compute
+
+    def _record(
+        self, where: Where, attended: Attended, window: int | None, self_attention: bool | None
+    ) -> None:
+        attended = four_axes(attended)
+        counts = self._running.counts
+        number = counts.get(where.path, 0)
+        counts[where.path] = number + 1
+        key = (where.path, number)
+        kind = kind_of(where, attended.seen, self_attention)
+        if self._keep and self._wanted(key):
+            self._store(key, attended)
+        stats = statistics(attended, where.frames, self_attention=kind == "self")
+        with self._lock:
+            before = self._stats.get(key)
+            if before is None:
+                self._calls[key] = describe(where, attended, kind, window)
+                self._stats[key] = stats
+                return
+            try:
+                self._stats[key] = heads.merge(before, stats)
+            except ValueError as error:
+                raise ScaledotError(f"{where.path}: {error}") from None
+            self._calls[key] = lengthen(self._calls[key], attended)
+
+    def _check_layer(self, layer: str | int) -> None:
+        if isinstance(layer, int) and not isinstance(layer, bool):
+            if layer < 0:
+                raise ValueError(f"layers has {layer}: pass a position in `heads`, from 0")
+            return
+        base = re.sub(r"\[\d+\]$", "", str(layer))
+        if not any(path == base or _inside(path, base) for path in self._paths.values()):
+            raise ValueError(
+                f"layers has {layer!r}, no module of this model; "
+                f"attention modules: {_some(self._attention_paths())}"
+            )
+
+    def _wanted(self, key: tuple[str, int]) -> bool:
+        if self._layers is None:
+            return True
+        path, index = key
+        known = list(self._stats)
+        position = known.index(key) if key in known else len(known)
+        return any(
+            layer == position
+            if isinstance(layer, int)
+            else path == layer or _inside(path, layer) or layer == f"{path}[{index}]"
+            for layer in self._layers
+        )
+
+    def _store(self, key: tuple[str, int], attended: Attended) -> None:
+        kept = self._kept.setdefault(key, [])
+        if self._last is not None:
+            del kept[: max(len(kept) + 1 - self._last, 0)]
+        held = sum(a.bytes for calls in self._kept.values() for a in calls)
+        modules = len(self._layers or self._attention_paths()) or 1
+        estimate = max(held + attended.bytes, attended.bytes * modules)
+        if estimate > self._keep_bytes:
+            raise ScaledotError(
+                f"keeping query, key and value needs about {_size(estimate)} or more, "
+                f"keep_bytes is {_size(self._keep_bytes)}: narrow it with layers=[…] or last=1, "
+                "or raise keep_bytes"
+            )
+        kept.append(attended.copy())
+
+    def _require_something(self) -> None:
+        if self._stats:
+            return
+        if not self._ran:
+            raise ScaledotError("nothing was observed: the model did not run inside the context")
+        raise ScaledotError(
+            f"no attention was observed: {_some(self._attention_paths()) or 'this model'} computes "
+            "its softmax itself; use a version of it that calls "
+            "torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention or "
+            "transformers' AttentionInterface, or call scaledot.attention in its place"
+        )
+
+
+def _inside(path: str, parent: str) -> bool:
+    return path.startswith(f"{parent}.")
+
+
+def _some(names: Sequence[str], limit: int = 3) -> str:
+    shown = ", ".join(names[:limit])
+    return f"{shown} … ({len(names)} in all)" if len(names) > limit else shown
+
+
+def _size(n: int) -> str:
+    return f"{n / GIB:.1f} GiB" if n >= GIB / 10 else f"{n / (1 << 20):.1f} MiB"
+
+
+def _slice(at: slice | int) -> slice:
+    if isinstance(at, int):
+        return slice(at, at + 1 if at != -1 else None)
+    if at.step not in (None, 1):
+        raise ValueError(f"a tile's slice has step 1, got {at.step}")
+    return at
+
+
+# Hooks: which module is running
+
+
+@cache
+def _parameters(module: type[nn.Module]) -> Mapping[str, int]:
+    """Position of each parameter of a module's forward."""
+    try:
+        names = list(inspect.signature(module.forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return {}
+    return {name: i for i, name in enumerate(names)}
+
+
+def _frame(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
+    known = _parameters(type(module))  # type: ignore[arg-type]
+
+    def given(name: str) -> Any:
+        at = known.get(name, len(args))
+        return args[at] if at < len(args) else kwargs.get(name)
+
+    cross = any(
+        given(name) is not None
+        for name in ("key_value_states", "encoder_hidden_states")
+        if name in known
+    )
+    reads_text = "input_ids" in known or "inputs_embeds" in known
+    query_mask, length = None, 0
+    if reads_text:
+        ids = given("input_ids")
+        ids = given("inputs_embeds") if ids is None else ids
+        length = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() > 1 else 0
+        mask = given("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            query_mask = mask.bool()
+    elif isinstance(padding := given("tgt_key_padding_mask"), Tensor):
+        query_mask = ~padding if padding.dtype == torch.bool else padding == 0
+        query_mask = query_mask.reshape(-1, query_mask.shape[-1])
+        length, reads_text = query_mask.shape[1], True
+    wants = given("output_attentions")
+    if wants is None:
+        wants = getattr(getattr(module, "config", None), "output_attentions", False)
+    return Frame(path, module, cross, reads_text, query_mask, length, wants is True)
+
+
+def weights_wanted() -> bool:
+    """Whether a running module that is observed was asked for its attention weights."""
+    return any(frame.wants_weights for seen in tuple(_LOOKING) for frame in seen._frames)
+
+
+@contextmanager
+def _hooked(model: nn.Module, seen: Observation) -> Iterator[None]:
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen._enter(module, args, kwargs)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        seen._leave(module)
+
+    handles = []
+    try:
+        for module in model.modules():
+            # torch's own leaves (Linear, LayerNorm …) call no attention.
+            leaf = not any(True for _ in module.children())
+            if leaf and module is not model and type(module).__module__.startswith("torch.nn."):
+                continue
+            handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        seen._abandon()
+
+
+@contextmanager
+def _looking(seen: Observation) -> Iterator[None]:
+    _LOOKING.append(seen)
+    try:
+        yield
+    finally:
+        _LOOKING.remove(seen)
+
+
+@contextmanager
+def observe(
+    model: nn.Module,
+    *,
+    keep: Literal["qk"] | None = None,
+    layers: Sequence[str | int] | None = None,
+    last: int | None = None,
+    keep_bytes: int = 2 * GIB,
+) -> Iterator[Observation]:
+    """Exact statistics of every attention head, of every forward of `model` inside the context.
+
+    Any Hugging Face model that uses AttentionInterface, and any module that calls
+    `F.scaled_dot_product_attention`, `nn.MultiheadAttention` or `nn.TransformerEncoder`/`Decoder`,
+    training or not. Padded queries and keys, empty and non-finite rows are counted and enter no
+    statistic. A forward that gradient checkpointing repeats in backward is counted once. The
+    model's settings are its own again afterwards, also after an exception; contexts may be nested.
+    Attention weights that the model returns (`output_attentions`, `need_weights`) are real.
+
+    keep: "qk" also keeps query, key and value of each call, for `seen.weights` and `seen.trace`.
+    layers: keep these only, by module path or by position in `seen.heads`.
+    last: keep the last calls of each only.
+    keep_bytes: what may be kept.
+
+    `is_causal=True` inside the model means what it means to torch, top-left. Dropout draws other
+    random numbers than unobserved. Forwards of several threads are counted, but nn.Module code
+    that calls torch's own attention only in the thread that opened the context.
+
+    Error: `TOLERANCE` an attention call, rounding alone, padded positions included
+    (tests/test_families.py). With statistics or without, `scaledot.attention` gives the same bits.
+    Raises: ScaledotError for a compiled model, for an observation that saw nothing, and before
+    more than keep_bytes would be kept; ValueError for arguments that do not fit.
+
+    >>> layer = nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+    >>> with observe(layer) as seen:
+    ...     _ = layer(torch.randn(1, 5, 16))
+    >>> list(seen.heads), seen.heads["self_attn"].measures["entropy"].count
+    (['self_attn'], tensor([5, 5]))
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"observe needs an nn.Module, got {type(model).__name__}")
+    if keep not in (None, "qk"):
+        raise ValueError(f'keep is {keep!r}: pass "qk" or None')
+    if keep is None and (layers is not None or last is not None):
+        raise ValueError('layers and last say what to keep: pass keep="qk" with them')
+    if last is not None and last < 1:
+        raise ValueError(f"last is {last}: pass at least 1 call")
+    _refuse_compiled(model)
+    from scaledot.torch_route import slow_path
+
+    seen = Observation(
+        model, keep=keep is not None, layers=layers, last=last, keep_bytes=keep_bytes
+    )
+    with ExitStack() as context:
+        context.enter_context(_looking(seen))
+        context.enter_context(_hooked(model, seen))
+        context.enter_context(slow_path())
+        if _from_transformers(model):
+            from scaledot.huggingface import routed
+
+            context.enter_context(routed(model))
+        yield seen
+    seen._require_something()
+
+
+def _from_transformers(model: nn.Module) -> bool:
+    """Whether a class in the model comes from transformers, so that it is imported already."""
+    return any(
+        base.__module__.startswith("transformers.")
+        for kind in {type(m) for m in model.modules()}
+        for base in kind.__mro__
+    )
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        compiled = (
+            type(module).__name__ == "OptimizedModule"
+            or getattr(module, "_compiled_call_impl", None) is not None
+            or hasattr(module.forward, "_torchdynamo_orig_callable")
+        )
+        if compiled:
+            raise ScaledotError(
+                f"{path or 'the model'} is compiled, and a compiled graph cannot be observed: pass "
+                "the model from before torch.compile (compiled._orig_mod)"
+            )
