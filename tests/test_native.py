@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from oracle import LOWEST, MASKS, assert_as_trace, inputs, masks
 from scaledot import checks
-from scaledot.kernels import native, tiled
+from scaledot.kernels import Terms, native, tiled
 from scaledot.masks import Mask, resolve
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,7 +52,7 @@ def two_threads():
 def problem(q, k, v, attn_mask=None, *, is_causal=False, window=None, **arguments):
     p = checks.problem(q, k, v, **arguments)
     seen = resolve(p, attn_mask, is_causal, window)
-    return p, seen, tiled.Terms(p.scale, p.softcap, p.sinks, 0.0, 0)
+    return p, seen, Terms(p.scale, p.softcap, p.sinks, 0.0, 0)
 
 
 def attend(q, k, v, attn_mask=None, *, return_stats=False, **arguments):
@@ -63,8 +63,14 @@ def attend(q, k, v, attn_mask=None, *, return_stats=False, **arguments):
     return (out, rows.map(p.restore)) if return_stats else out
 
 
-def is_the_oracles(*args, **arguments):
-    return assert_as_trace(*args, attend=attend, **GROUPED, **arguments)
+def is_the_oracles(*args, answer=None, **arguments):
+    """Of `attend`, or of row statistics that were computed before."""
+
+    def answered(*args, **arguments):
+        out, rows = attend(*args, **arguments)
+        return (out, rows) if answer is None else (out, answer()[1])
+
+    return assert_as_trace(*args, attend=answered, **GROUPED, **arguments)
 
 
 # Forward
@@ -216,6 +222,28 @@ def test_threads_and_statistics_change_no_bit(variant):
     none, alone, _, _ = native.forward(p.query, p.key, None, seen, terms)
     assert none is None
     assert torch.equal(alone.entropy, rows.entropy)
+
+
+# Statistics alone, at several scales
+
+
+@here
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sink", [False, True])
+def test_a_scale_sweep_is_the_oracles_at_each_scale(variant, mask, sink):
+    """Octaves by squaring, a factor of its own, one at 0, and one asked for twice."""
+    factors = (2.0, 0.5, 4.0, 1.0, 3.0, 0.0, 8.0, 16.0, 2.0, -1.0)
+    q, k, v = inputs(**SHAPE, d_k=9)
+    sinks = torch.linspace(-3, 3, 6) if sink else None
+    arguments = masks(**SHAPE)[mask]
+    p, seen, terms = problem(q, k, v, sinks=sinks, scale=1 / 9, **arguments, **GROUPED)
+    swept = native.sweep(p.query, p.key, seen, terms, factors)
+    assert len(swept) == len(factors)
+    for factor, rows in zip(factors, swept, strict=True):
+        is_the_oracles(
+            q, k, v, **arguments, sinks=sinks, scale=factor / 9,
+            answer=lambda found=rows: (None, found),
+        )  # fmt: skip
 
 
 # What is no number
@@ -418,16 +446,18 @@ def test_memory_is_linear():
     code = """
 import resource, torch
 from scaledot import checks
-from scaledot.kernels import native, tiled
+from scaledot.kernels import Terms, native
 from scaledot.masks import resolve
 torch.set_num_threads(1)
 q = torch.randn(1, 1, 32768, 4)
 p = checks.problem(q, q, q)
-seen, terms = resolve(p, None, True), tiled.Terms(p.scale, None, None, 0.0, 0)
-native.forward(q[:, :, :64], q[:, :, :64], q[:, :, :64], resolve(checks.problem(*[q[:, :, :64]] * 3), None, True), terms)
+seen, terms = resolve(p, None, True), Terms(p.scale, None, None, 0.0, 0)
+few = q[:, :, :64]
+native.forward(few, few, few, resolve(checks.problem(few, few, few), None, True), terms)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), used + (1 << 30)))
 out, rows, top, mass = native.forward(q, q, q, seen, terms)
-native.backward(q, q, q, seen, terms, top, mass, rows.entropy, rows.visible > 0, out, out, None, None, False)
+native.backward(q, q, q, seen, terms, top, mass, rows.entropy, rows.visible > 0, out, out, None,
+                None, False)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -25,13 +25,15 @@ from scaledot.kernels import Gradients, Terms
 from scaledot.masks import Visibility
 from scaledot.rows import RowStats
 
-FIELDS = 14
-"""Statistics a row in the packed result, in the order of native.cpp's `enum Field`."""
+FLOATS = 12
+"""Float statistics of a row, in the order of native.cpp's `enum Field`."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK_DTYPES = DTYPES | {torch.bool: 3, torch.float64: 4}
 _VARIANTS = ("avx2", "baseline")
-_LAYOUT = struct.Struct("=7q3d3q42q6q10q4q")
+OCTAVES = 3
+"""Doublings of the scale that one run computes at most, native.cpp's MAX_OCTAVES."""
+_LAYOUT = struct.Struct("=7q3d3q42q8q10q4q")
 _NOTHING, _NO_MASK, _FORWARD_ONLY = (0,) * 6, (0,) * 25, (0,) * 14
 
 
@@ -62,9 +64,7 @@ def _load() -> ctypes.CDLL:
             wanted = "avx2" if library.scaledot_supports_avx2() and "avx2" in found else "baseline"
         if wanted == "avx2":
             if not library.scaledot_supports_avx2() or "avx2" not in found:
-                raise _Missing(
-                    "SCALEDOT_ISA is 'avx2', which this processor or build does not have"
-                )
+                raise _Missing("SCALEDOT_ISA is 'avx2': this processor or build has none")
             library = _open(found["avx2"])
     except OSError as error:
         raise _Missing(f"its library does not load: {error}") from None
@@ -143,17 +143,9 @@ def output(
     terms: Terms,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """The output of `forward` alone."""
-    batch, heads, queries, _ = query.shape
-    rows = batch * heads * queries
-    out = torch.empty((batch, heads, queries, value.shape[3]), dtype=torch.float32)
-    if rows:
-        # What a row is summed up in while it is computed, and a byte a row.
-        scratch = torch.empty(FIELDS * rows + (rows + 3) // 4, dtype=torch.float32)
-        start = scratch.data_ptr()
-        problem, _kept = _problem(
-            query, key, value, seen, terms, out, start, start + 4 * FIELDS * rows, 0, ()
-        )
-        _loaded().scaledot_forward(problem)
+    out = torch.empty((*query.shape[:3], value.shape[3]))
+    results = _results(query, 1)  # what a row is summed up in while it is computed
+    _run(query, key, value, seen, terms, out, results, statistics=0)
     return out
 
 
@@ -176,26 +168,10 @@ def forward(
     Without `statistics`, only visible, lse and nonfinite of the rows are defined.
     Raises: ValueError for dropout and for a dtype other than float32, bfloat16 and float16.
     """
-    batch, heads, queries, _ = query.shape
-    packed = torch.empty((FIELDS, batch, heads, queries), dtype=torch.float32)
-    nonfinite = torch.empty((batch, heads, queries), dtype=torch.bool)
-    out = None
-    if value is not None:
-        out = torch.empty((batch, heads, queries, value.shape[3]), dtype=torch.float32)
-    if batch and heads and queries:
-        problem, _kept = _problem(
-            query, key, value, seen, terms, out, packed.data_ptr(), nonfinite.data_ptr(),
-            int(statistics), (),
-        )  # fmt: skip
-        _loaded().scaledot_forward(problem)
-    (visible, mean, variance, largest, lse, entropy, top_key, margin, collision, jacobian, mean_key,
-     sink_mass, top, log_mass) = packed.unbind()  # fmt: skip
-    stats = RowStats(
-        visible.view(torch.int32), mean, variance, largest, lse, entropy,
-        top_key.view(torch.int32), margin, collision, jacobian, mean_key, nonfinite,
-        None if terms.sinks is None else sink_mass, "native",
-    )  # fmt: skip
-    return out, stats, top, log_mass
+    results = _results(query, 1)
+    out = None if value is None else torch.empty((*query.shape[:3], value.shape[3]))
+    _run(query, key, value, seen, terms, out, results, statistics=int(statistics))
+    return out, *_rows(results, 0, terms)
 
 
 def sweep(
@@ -205,11 +181,62 @@ def sweep(
     terms: Terms,
     factors: Sequence[float],
 ) -> list[RowStats]:
-    """Row statistics at scale·factor for each factor: one run each, still far below `tiled`."""
-    return [
-        forward(query, key, None, seen, replace(terms, scale=terms.scale * factor))[1]
-        for factor in factors
-    ]
+    """Row statistics alone, at scale·factor for each factor.
+
+    Factors an octave apart share one QKᵀ and one exponential: e^(2βz) is the square of e^(βz). With
+    a soft-cap or an additive mask, which do not grow with the scale, each factor is a run.
+    """
+    done: dict[float, RowStats] = {}
+    together = terms.softcap is None and seen.bias is None
+    for factor in sorted(factors, key=abs):
+        if factor in done:
+            continue
+        octaves = max((n for n in range(1, OCTAVES + 1) if factor * 2**n in factors), default=0)
+        octaves = octaves if together and factor else 0
+        results = _results(query, octaves + 1)
+        scaled = replace(terms, scale=terms.scale * factor)
+        _run(query, key, None, seen, scaled, None, results, statistics=1, octaves=octaves)
+        for n in range(octaves + 1):
+            done[factor * 2**n] = _rows(results, n, terms)[0]
+    return [done[factor] for factor in factors]
+
+
+def _results(query: Tensor, times: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for native.cpp's statistics of every row: floats, integers and flags."""
+    shape = query.shape[:3]
+    return (
+        torch.empty((times, FLOATS, *shape)),
+        torch.empty((times, 2, *shape), dtype=torch.int32),
+        torch.empty((times, *shape), dtype=torch.bool),
+    )
+
+
+def _rows(
+    results: tuple[Tensor, Tensor, Tensor], time: int, terms: Terms
+) -> tuple[RowStats, Tensor, Tensor]:
+    """(row statistics, top, log_mass), views of what native.cpp wrote."""
+    numbers, whole, nonfinite = results
+    (mean, variance, largest, lse, entropy, margin, collision, jacobian, mean_key, sink_mass, top,
+     log_mass) = numbers[time].unbind()  # fmt: skip
+    visible, top_key = whole[time].unbind()
+    rows = RowStats(
+        visible, mean, variance, largest, lse, entropy, top_key, margin, collision, jacobian,
+        mean_key, nonfinite[time], None if terms.sinks is None else sink_mass, "native",
+    )  # fmt: skip
+    return rows, top, log_mass
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor | None, seen: Visibility, terms: Terms,
+    out: Tensor | None, results: tuple[Tensor, Tensor, Tensor], *, statistics: int,
+    octaves: int = 0,
+) -> None:  # fmt: skip
+    addresses = tuple(x.data_ptr() for x in results)
+    problem, _kept = _problem(
+        query, key, value, seen, terms, out, (*addresses, statistics, octaves), _FORWARD_ONLY
+    )
+    if results[2].numel():
+        _loaded().scaledot_forward(problem)
 
 
 def backward(
@@ -257,24 +284,12 @@ def backward(
         d_sinks = torch.where(counted, log_p.exp() * slope, 0.0).sum((0, 2))
     top, log_mass, counted = top.contiguous(), log_mass.contiguous(), counted.contiguous()
     if d_query.numel() and key.shape[2]:
-        addresses = tuple(
-            0 if x is None else x.data_ptr()
-            for x in (
-                d_out,
-                level,
-                d_entropy,
-                top,
-                log_mass,
-                counted,
-                d_query,
-                d_key,
-                d_value,
-                d_bias,
-            )
-        )
+        read = (d_out, level, d_entropy, top, log_mass, counted)
+        written = (d_query, d_key, d_value, d_bias)
+        addresses = (0 if x is None else x.data_ptr() for x in (*read, *written))
         strides = (0,) * 4 if d_bias is None else _array(d_bias)[2:]
         problem, _kept = _problem(
-            query, key, value, seen, terms, None, 0, 0, 0, (*addresses, *strides)
+            query, key, value, seen, terms, None, (0,) * 5, (*addresses, *strides)
         )
         _loaded().scaledot_backward(problem)
     else:
@@ -284,7 +299,7 @@ def backward(
 
 def _problem(
     query: Tensor, key: Tensor, value: Tensor | None, seen: Visibility, terms: Terms,
-    out: Tensor | None, rows: int, flags: int, statistics: int, backward: tuple[int, ...],
+    out: Tensor | None, results: tuple[int, ...], backward: tuple[int, ...],
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:  # fmt: skip
     """native.cpp's `Problem`, and the tensors that must live as long as it is used."""
     if terms.dropout_p or query.dtype not in DTYPES:
@@ -302,8 +317,7 @@ def _problem(
     )  # fmt: skip
     values = _NOTHING if value is None else (value.data_ptr(), DTYPES[value.dtype], *value.stride())
     tail = (
-        0 if out is None else out.data_ptr(), rows, flags, statistics, torch.get_num_threads(),
-        *(backward or _FORWARD_ONLY),
+        0 if out is None else out.data_ptr(), *results, torch.get_num_threads(), *backward,
     )  # fmt: skip
     dense = seen.allowed if seen.bias is None else seen.bias
     if seen.keep is None and seen.segments is None and dense is None and terms.sinks is None:
