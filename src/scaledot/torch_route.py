@@ -183,10 +183,17 @@ def _torch_masks(
         shown = ~key_padding_mask if hides else key_padding_mask
         shown = F.pad(shown, (0, appended), value=hides) if appended else shown
         keys = shown if hides else shown > float("-inf")
-        if not hides and bool((shown.isfinite() & (shown != 0)).any()):
+        if not hides and _adds(shown):
             added = Mask(dense=shown[:, None, None])
             dense = added.dense if dense is None else (Mask(dense=dense) & added).dense
     return None if dense is None and keys is None else Mask(dense=dense, keys=keys)
+
+
+def _adds(padding: Tensor) -> bool:
+    """Whether a float padding mask does more than hide; a graph, which cannot look, says yes."""
+    if torch.compiler.is_compiling():
+        return True
+    return bool((padding.isfinite() & (padding != 0)).any())
 
 
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
