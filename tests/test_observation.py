@@ -122,7 +122,7 @@ def test_calls_say_how_each_module_attends() -> None:
     assert (first.kind, first.causal, second.causal) == ("self", False, True)
     assert (first.heads, first.kv_heads, first.d_k, first.scale) == (3, 3, 4, 0.5)
     assert (first.module, first.path, first.index) == ("Attention", "layers.0", None)
-    assert (first.calls, first.queries, first.keys, first.kernel) == (2, 9, 9, "tiled")
+    assert (first.calls, first.queries, first.keys, first.kernel) == (2, 9, 9, "native")
     assert (first.softcap, first.sinks, first.window) == (None, False, None)
     assert repr(seen) == "<Observation of 2 attentions, 6 heads, 4 calls>"
     assert seen.heads["layers.0"].counts["rows"].tolist() == [23] * 3
@@ -388,17 +388,6 @@ def test_nested_and_repeated_contexts_all_record() -> None:
     assert [c.calls for c in inner.calls.values()] == [1, 1]
     assert list(part.heads) == ["Attention"]
     same_statistics(part.heads["Attention"], inner.heads["layers.0"])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler itself
-def test_compiled_models_are_refused() -> None:
-    message = "is compiled, and a compiled graph cannot be observed"
-    with pytest.raises(scaledot.ScaledotError, match=message):
-        observed(torch.compile(Model()), times=0)
-    model = Model()
-    model.layers[1].compile()
-    with pytest.raises(scaledot.ScaledotError, match=r"^layers\.1 is compiled"):
-        observed(model, times=0)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ _ROWS = (
 
 operators.LIBRARY.define(
     "record(Tensor(a!) recorded, Tensor query, Tensor key, Tensor value, "
-    f"{operators.PROBLEM}, Tensor[] rows, int module, bool cross, bool stops, Tensor? query_mask, "
+    f"{operators.PROBLEM}, Tensor[] rows, int module, int index, bool cross, bool stops, Tensor? query_mask, "
     "SymInt length, int? window, bool? self_attention, bool uniform) -> ()",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
@@ -48,10 +48,11 @@ operators.LIBRARY.define(
 
 @dataclass(frozen=True)
 class _Frame:
-    """A module that runs inside the graph, as `calls.Frame`, by number."""
+    """A module that runs inside the graph, as `calls.Frame`; calls: the numbers of the modules
+    whose attention ran in it, in order."""
 
-    module: nn.Module
     number: int
+    calls: list[int]
     cross: bool
     stops: bool
     query_mask: Tensor | None
@@ -82,7 +83,7 @@ def hooks(
         if not torch.compiler.is_compiling():
             enter(module, args, kwargs)
             return
-        _FRAMES.append(_Frame(module, number, *observation.said(module, args, kwargs, positions)))
+        _FRAMES.append(_Frame(number, [], *observation.said(module, args, kwargs, positions)))
 
     def leave_either(module: nn.Module, *_: Any) -> None:
         if _FRAMES and _FRAMES[-1].number == number:
@@ -117,9 +118,11 @@ def attend(
     p, seen = observation.understood(
         query, key, value, mask, is_causal, scale, softcap, sinks, appended
     )
-    module, cross, stops, query_mask, length = OUTERMOST, False, False, None, 0
+    module, cross, stops, query_mask, length, index = OUTERMOST, False, False, None, 0, 0
     if _FRAMES:
         module, cross = _FRAMES[-1].number, _FRAMES[-1].cross
+        index = _FRAMES[0].calls.count(module)
+        _FRAMES[0].calls.append(module)
         for frame in _FRAMES:
             if frame.stops:
                 stops, query_mask, length = True, frame.query_mask, frame.length
@@ -132,7 +135,7 @@ def attend(
     torch.ops.scaledot.record(
         RECORDED, p.query.detach(), p.key.detach(), p.value.detach(), *flat,
         [x.detach().reshape(shape) for x in fields if x is not None],
-        module, cross, stops, query_mask, length, window, self_attention, uniform,
+        module, index, cross, stops, query_mask, length, window, self_attention, uniform,
     )  # fmt: skip
     return out, rows
 
@@ -151,7 +154,9 @@ def _detached(seen: Visibility) -> Visibility:
 def _record(recorded: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> None:
     """scaledot::record: every open observation that knows the module adds the call up."""
     recorded += 1
-    *flat, kernel, rows, number, cross, stops, query_mask, length, window, own, uniform = rest
+    *flat, kernel, rows, number, index, cross, stops, query_mask, length, window, own, uniform = (
+        rest
+    )
     seen, terms = operators.understood(query, key, *flat)
     problem = checks.Problem(
         query, key, value, terms.scale, terms.softcap, terms.sinks, (query.shape[0],), True
@@ -166,7 +171,7 @@ def _record(recorded: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: 
             return (within,)
         return Frame("", module, False, True, query_mask, length, False), within
 
-    observation.record(module, inside, attended, window, own)
+    observation.record(module, inside, attended, window, own, index)
 
 
 operators.LIBRARY.impl("record", _record, "CompositeExplicitAutograd")

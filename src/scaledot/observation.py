@@ -165,10 +165,11 @@ def understood(
 
 def record(
     module: nn.Module | None, inside: Callable[[str, nn.Module], Sequence[Frame]],
-    attended: Attended, window: int | None, self_attention: bool | None,
+    attended: Attended, window: int | None, self_attention: bool | None, index: int,
 ) -> None:  # fmt: skip
     """Give a call inside a graph to the observations that look at its module (None: the one that
-    runs). inside: the modules that the graph itself ran, a path and module given."""
+    runs). inside: the modules that the graph itself ran, a path and module given; index: which call
+    of the module in the graph it is."""
     if _recomputing():
         return
     with torch.no_grad():
@@ -177,6 +178,9 @@ def record(
                 if module is not None:
                     frames = (*where.frames, *inside(where.path, where.module))
                     where = replace(where, frames=frames)
+                if not seen._frames:
+                    # The whole model is inside the graph, so no hook has said that a forward began.
+                    seen._running.counts[where.path] = index
                 seen._record(where, attended, window, self_attention)
 
 
@@ -475,7 +479,10 @@ class Observation:
         if self._stats:
             return
         if not self._ran:
-            raise ScaledotError("nothing was observed: the model did not run inside the context")
+            raise ScaledotError(
+                "nothing was observed: the model did not run inside the context, or it ran in a "
+                "graph made of more than the model: compile the model itself, torch.compile(model)"
+            )
         raise ScaledotError(
             f"no attention was observed: {_some(self._attention_paths()) or 'this model'} computes "
             "its softmax itself; use a version of it that calls "
@@ -528,34 +535,37 @@ def _frame(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return Frame(path, module, *said(module, args, kwargs, known))
 
 
+def _given(
+    args: tuple[Any, ...], kwargs: dict[str, Any], known: Mapping[str, int], name: str
+) -> Any:
+    at = known.get(name, len(args))
+    return args[at] if at < len(args) else kwargs.get(name)
+
+
 def said(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: Mapping[str, int]
 ) -> tuple[bool, bool, Tensor | None, int, bool]:
     """What a module's arguments say: `Frame`'s fields after the module. known: `_parameters`."""
 
-    def given(name: str) -> Any:
-        at = known.get(name, len(args))
-        return args[at] if at < len(args) else kwargs.get(name)
-
     cross = any(
-        given(name) is not None
+        _given(args, kwargs, known, name) is not None
         for name in ("key_value_states", "encoder_hidden_states")
         if name in known
     )
     reads_text = "input_ids" in known or "inputs_embeds" in known
     query_mask, length = None, 0
     if reads_text:
-        ids = given("input_ids")
-        ids = given("inputs_embeds") if ids is None else ids
+        ids = _given(args, kwargs, known, "input_ids")
+        ids = _given(args, kwargs, known, "inputs_embeds") if ids is None else ids
         length = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() > 1 else 0
-        mask = given("attention_mask")
+        mask = _given(args, kwargs, known, "attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2:
             query_mask = mask.bool()
-    elif isinstance(padding := given("tgt_key_padding_mask"), Tensor):
+    elif isinstance(padding := _given(args, kwargs, known, "tgt_key_padding_mask"), Tensor):
         query_mask = ~padding if padding.dtype == torch.bool else padding == 0
         query_mask = query_mask.reshape(-1, query_mask.shape[-1])
         length, reads_text = query_mask.shape[1], True
-    wants = given("output_attentions")
+    wants = _given(args, kwargs, known, "output_attentions")
     if wants is None:
         wants = getattr(getattr(module, "config", None), "output_attentions", False)
     return cross, reads_text, query_mask, length, wants is True
