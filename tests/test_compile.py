@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from oracle import inputs, masks
-from scaledot import operators
+from scaledot import ScaledotError, graph_route, observe, operators
 from scaledot.checks import problem
 from scaledot.dispatch import attention
 from scaledot.kernels import Terms
@@ -15,6 +16,7 @@ from scaledot.masks import Mask, resolve
 
 SHAPE = {"batch": 2, "heads": 6, "queries": 11, "keys": 13}
 KERNELS = ("native", "tiled")
+pytestmark = pytest.mark.usefixtures("unannotated")
 
 
 @pytest.fixture(autouse=True)
@@ -184,3 +186,177 @@ def test_the_operators_gradient_cannot_be_differentiated_again():
     (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         grad.sum().backward()
+
+
+# observe
+
+
+class Layer(torch.nn.Module):
+    """Calls torch's attention itself, as many a model does."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + out.transpose(1, 2).flatten(2)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.once, self.twice = Layer(), Layer()
+        self.mixed = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x, padding=None):
+        x = self.twice(self.twice(self.once(x)))
+        return x + self.mixed(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+
+
+PATHS = ["once", "twice[0]", "twice[1]", "mixed"]
+
+
+def compiled(model, way, **options):
+    if way == "torch.compile(model)":
+        return torch.compile(model, fullgraph=True, **options)
+    if way == "model.compile()":
+        model.compile(fullgraph=True, **options)
+    elif way == "model.forward":
+        model.forward = torch.compile(model.forward, fullgraph=True, **options)
+    return model
+
+
+WAYS = ("torch.compile(model)", "model.compile()", "model.forward")
+
+
+def assert_same_statistics(ours, want):
+    assert list(ours.heads) == list(want.heads)
+    for path, stats in want.heads.items():
+        other = ours.heads[path]
+        for name, counted in stats.counts.items():
+            assert torch.equal(other.counts[name], counted), (path, name)
+        for name, measure in stats.measures.items():
+            assert torch.equal(other.measures[name].count, measure.count), (path, name)
+            torch.testing.assert_close(
+                other.measures[name].mean, measure.mean, equal_nan=True, rtol=1e-4, atol=1e-5
+            )
+    assert ours.calls == want.calls
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_module_is_observed_as_it_was_before(way):
+    model = Model().eval()
+    x, padding = torch.randn(3, 9, 8), torch.arange(9) > torch.tensor([[8], [5], [8]])
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    with torch.no_grad():
+        with observe(model) as want:
+            out = model(x, padding)
+        plain = model(x, padding)
+        run = compiled(model, way, backend=backend)
+        torch.testing.assert_close(run(x, padding), plain)
+        assert len(graphs) == 1
+        before = int(graph_route.RECORDED)
+        for times in (1, 2):
+            with observe(run) as seen:
+                for _ in range(times):
+                    torch.testing.assert_close(run(x, padding), out)
+            assert list(seen.heads) == PATHS
+            assert all(call.calls == times for call in seen.calls.values())
+            if times == 1:
+                assert_same_statistics(seen, want)
+        # Every observation shares one graph, and nothing of it stays behind.
+        assert len(graphs) == 2
+        assert int(graph_route.RECORDED) == before + 3 * len(PATHS)
+        torch.testing.assert_close(run(x, padding), plain)
+        assert len(graphs) == 2
+        assert int(graph_route.RECORDED) == before + 3 * len(PATHS)
+
+
+@inductor
+def test_inductor_trains_while_it_is_observed():
+    model, x = Model(), torch.randn(3, 9, 8)
+    run = torch.compile(model, fullgraph=True)
+    grads = []
+    for module in (model, run):
+        with observe(module, keep="qk") as seen:
+            model.zero_grad()
+            module(x).square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+        assert seen.heads["once"].counts["rows"].tolist() == [27, 27]
+        assert not seen.heads["once"].measures["entropy"].mean.requires_grad
+        torch.testing.assert_close(
+            seen.weights("once", head=1).sum(-1), torch.ones(9), rtol=1e-5, atol=1e-5
+        )
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_are_asked_for_break_the_graph_and_are_right():
+    model, x = torch.nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(3, 9, 8)
+    with torch.no_grad():
+        out, weights = model(x, x, x)
+        run = torch.compile(model, backend="eager")
+        with observe(run) as seen:
+            ours, shares = run(x, x, x)
+    torch.testing.assert_close(ours, out)
+    torch.testing.assert_close(shares, weights)
+    assert seen.calls["MultiheadAttention"].calls == 1
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+BATCH = {
+    "input_ids": torch.arange(18).view(2, 9),
+    "attention_mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_compiled_transformers_model_is_observed_as_it_was_before(way):
+    model, real = llama(), BATCH["attention_mask"].bool()
+    with torch.no_grad():
+        with observe(model) as want:
+            out = model(**BATCH).logits
+        plain = model(**BATCH).logits
+        run = compiled(model, way, backend="aot_eager")
+        with observe(run) as seen:
+            torch.testing.assert_close(run(**BATCH).logits[real], out[real])
+        assert_same_statistics(seen, want)
+        assert seen.heads["model.layers.1.self_attn"].counts["rows"].tolist() == [15] * 4
+        torch.testing.assert_close(run(**BATCH).logits, plain)
+
+
+def test_a_graph_of_more_than_the_model_is_seen_where_the_model_says_where_to_look():
+    """transformers asks its configuration which attention to call; torch's own cannot be asked."""
+    model = llama()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(batch):
+        return model(**batch).logits.square().mean()
+
+    with torch.no_grad():
+        with observe(model) as want:
+            model(**BATCH)
+            model(**BATCH)
+        with observe(model) as seen:
+            step(BATCH)
+            step(BATCH)
+    assert {p: call.calls for p, call in seen.calls.items()} == dict.fromkeys(want.heads, 2)
+
+    layer, x = Layer(), torch.randn(1, 5, 8)
+    whole = torch.compile(lambda x: layer(x) + 1, backend="eager")
+    with pytest.raises(ScaledotError, match="compile the model itself"), observe(layer):
+        whole(x)

@@ -391,17 +391,6 @@ def test_nested_and_repeated_contexts_all_record() -> None:
     same_statistics(part.heads["Attention"], inner.heads["layers.0"])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler itself
-def test_compiled_models_are_refused() -> None:
-    message = "is compiled, and a compiled graph cannot be observed"
-    with pytest.raises(scaledot.ScaledotError, match=message):
-        observed(torch.compile(Model()), times=0)
-    model = Model()
-    model.layers[1].compile()
-    with pytest.raises(scaledot.ScaledotError, match=r"^layers\.1 is compiled"):
-        observed(model, times=0)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

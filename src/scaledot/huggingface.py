@@ -62,13 +62,15 @@ def _attention_forward(
     earlier = attention_mask.earlier if isinstance(attention_mask, SymbolicMask) else 0
     symbolic = isinstance(attention_mask, SymbolicMask) and mask.dense is None
     if position_bias is not None:
-        mask = mask & position_bias[..., :keys]
+        mask = mask & Mask(dense=position_bias[..., :keys])
     if kwargs.get("indices") is not None:
-        mask = mask & _selected(kwargs["indices"], key.shape[2])[..., :keys]
+        chosen = _selected(kwargs["indices"], key.shape[2])
+        mask = mask & Mask(dense=chosen[..., :keys])
     sinks = None if s_aux is None else s_aux.reshape(-1)
     # Eager's softmax over finfo.min alone weighs every value equally; a sink takes it all instead.
     uniform = eager and symbolic and sinks is None and mask.keys is not None
-    want = weights_wanted() or kwargs.get("output_attentions") is True
+    compiling = torch.compiler.is_compiling()
+    want = (not compiling and weights_wanted()) or kwargs.get("output_attentions") is True
     out, attended = attend(
         module, query, key[:, :, :keys], value[:, :, :keys], mask,
         scale=scaling, softcap=softcap or None, sinks=sinks, dropout_p=dropout,
@@ -212,6 +214,12 @@ def _mask_function(
     **kwargs: Any,
 ) -> Tensor | None:
     """What transformers calls for a mask: symbols where we know its form, else the eager mask."""
+    if torch.compiler.is_compiling():
+        # Symbols decide by the padding's values, which a graph does not know: it gets the tensor.
+        return hf.eager_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            dtype, allow_is_bidirectional_skip=False, device=device, **kwargs,
+        )  # fmt: skip
     geometry = _Geometry(q_length, kv_length, int(q_offset), int(kv_offset))
     build = partial(
         hf.eager_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,

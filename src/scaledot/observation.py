@@ -1,6 +1,7 @@
 """observe(): run any model unchanged and get the exact statistics of every attention head.
 
-Three routes lead to an attention call, and each ends in `attend`:
+Three routes lead to an attention call, and each ends in `attend`, in a graph of torch.compile too
+(graph_route.py):
 
     transformers' AttentionInterface       huggingface.py, by the module that calls it
     F.scaled_dot_product_attention         torch_route.py, by the module that is running
@@ -17,7 +18,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -40,10 +41,10 @@ from scaledot.calls import (
     statistics,
     weights,
 )
-from scaledot.checks import ScaledotError
+from scaledot.checks import Problem, ScaledotError
 from scaledot.dispatch import attention, autocast_inputs
 from scaledot.heads import HeadStats
-from scaledot.masks import Mask, resolve
+from scaledot.masks import Mask, Visibility, resolve
 from scaledot.rows import RowStats
 from scaledot.stages import Trace
 
@@ -86,6 +87,13 @@ def attend(
     the output of a row that sees nothing.
     The second result is None unless somebody looked or want_weights.
     """
+    if torch.compiler.is_compiling():
+        return _attend_in_a_graph(
+            module, query, key, value, mask, is_causal=is_causal, scale=scale, softcap=softcap,
+            sinks=sinks, enable_gqa=enable_gqa, dropout_p=dropout_p, window=window,
+            self_attention=self_attention, appended=appended, earlier=earlier,
+            empty_value=empty_value, want_weights=want_weights,
+        )  # fmt: skip
     lookers = [] if _recomputing() else [
         (seen, where) for seen in tuple(_LOOKING) if (where := seen._locate(module)) is not None
     ]  # fmt: skip
@@ -105,6 +113,46 @@ def attend(
         out = _fill_empty(out, rows, empty_value)
     if not look:
         return out, None
+    problem, visible = understood(
+        query, key, value, mask, is_causal, scale, softcap, sinks, appended
+    )
+    attended = Attended(problem, visible, rows, empty_value is not None, earlier)
+    with torch.no_grad():
+        for seen, where in lookers:
+            seen._record(where, attended, window, self_attention)
+    return out, attended
+
+
+def _attend_in_a_graph(
+    module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor,
+    mask: Mask | Tensor | None, *, earlier: int, empty_value: Tensor | None, want_weights: bool,
+    appended: int, **arguments: Any,
+) -> tuple[Tensor, Attended | None]:  # fmt: skip
+    from scaledot import graph_route
+
+    if want_weights or graph_route.weights_wanted() or earlier or empty_value is not None:
+        # Weights are n×n and looked at outside; the others come with masks that no graph holds.
+        return _attend_outside(
+            module, query, key, value, mask, earlier=earlier, empty_value=empty_value,
+            want_weights=want_weights, appended=appended, **arguments,
+        )  # fmt: skip
+    query, key, value = autocast_inputs(query, key, value)
+    out, _ = graph_route.attend(
+        query, key, value, mask, appended=appended, uniform=False, **arguments
+    )
+    return out, None
+
+
+@torch.compiler.disable
+def _attend_outside(*args: Any, **arguments: Any) -> tuple[Tensor, Attended | None]:
+    return attend(*args, **arguments)
+
+
+def understood(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None, is_causal: bool | str,
+    scale: float | None, softcap: float | None, sinks: Tensor | None, appended: int,
+) -> tuple[Problem, Visibility]:  # fmt: skip
+    """The problem of an attention call and what its queries may see."""
     problem = checks.problem(
         query, key, value, scale=scale, enable_gqa=True, softcap=softcap, sinks=sinks
     )
@@ -112,11 +160,28 @@ def attend(
     if appended and visible.left is None and visible.right is None:
         # The query's own key is at its own index, not counted from the end.
         visible = replace(visible, offset=0, right=problem.key.shape[2])
-    attended = Attended(problem, visible, rows, empty_value is not None, earlier)
+    return problem, visible
+
+
+def record(
+    module: nn.Module | None, inside: Callable[[str, nn.Module], Sequence[Frame]],
+    attended: Attended, window: int | None, self_attention: bool | None, index: int,
+) -> None:  # fmt: skip
+    """Give a call inside a graph to the observations that look at its module (None: the one that
+    runs). inside: the modules that the graph itself ran, a path and module given; index: which call
+    of the module in the graph it is."""
+    if _recomputing():
+        return
     with torch.no_grad():
-        for seen, where in lookers:
-            seen._record(where, attended, window, self_attention)
-    return out, attended
+        for seen in tuple(_LOOKING):
+            if (where := seen._locate(module)) is not None:
+                if module is not None:
+                    frames = (*where.frames, *inside(where.path, where.module))
+                    where = replace(where, frames=frames)
+                if not seen._frames:
+                    # The whole model is inside the graph, so no hook has said that a forward began.
+                    seen._running.counts[where.path] = index
+                seen._record(where, attended, window, self_attention)
 
 
 def _fill_empty(out: Tensor, rows: RowStats, value: Tensor) -> Tensor:
@@ -154,7 +219,12 @@ class Observation:
         last: int | None = None,
         keep_bytes: int = 2 * GIB,
     ) -> None:
-        self._paths = {m: name or type(model).__name__ for name, m in model.named_modules()}
+        inner = _uncompiled(model)
+        self._paths = {
+            m: _own_path(name) or type(inner).__name__
+            for name, m in inner.named_modules()
+            if not _is_wrapper(m)
+        }
         self._keep, self._layers, self._last, self._keep_bytes = keep, layers, last, keep_bytes
         self._stats: dict[tuple[str, int], HeadStats] = {}
         self._calls: dict[tuple[str, int], Call] = {}
@@ -317,10 +387,14 @@ class Observation:
 
     def _leave(self, module: nn.Module) -> None:
         frames = self._frames
-        # A module whose own hook failed was never entered.
-        if frames and frames[-1].module is module:
-            frames.pop()
+        # A module whose own hook failed was never entered; one inside of it that failed never left.
+        at = max((i for i, frame in enumerate(frames) if frame.module is module), default=None)
+        if at is not None:
+            del frames[at:]
             if not frames:
+                from scaledot.graph_route import forget
+
+                forget()
                 self._running.route.__exit__(None, None, None)
 
     def _abandon(self) -> None:
@@ -405,13 +479,21 @@ class Observation:
         if self._stats:
             return
         if not self._ran:
-            raise ScaledotError("nothing was observed: the model did not run inside the context")
+            raise ScaledotError(
+                "nothing was observed: the model did not run inside the context, or it ran in a "
+                "graph made of more than the model: compile the model itself, torch.compile(model)"
+            )
         raise ScaledotError(
             f"no attention was observed: {_some(self._attention_paths()) or 'this model'} computes "
             "its softmax itself; use a version of it that calls "
             "torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention or "
             "transformers' AttentionInterface, or call scaledot.attention in its place"
         )
+
+
+def _own_path(name: str) -> str:
+    """A module's path without what torch.compile put into it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _inside(path: str, parent: str) -> bool:
@@ -450,33 +532,43 @@ def _parameters(module: type[nn.Module]) -> Mapping[str, int]:
 
 def _frame(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
     known = _parameters(type(module))  # type: ignore[arg-type]
+    return Frame(path, module, *said(module, args, kwargs, known))
 
-    def given(name: str) -> Any:
-        at = known.get(name, len(args))
-        return args[at] if at < len(args) else kwargs.get(name)
+
+def _given(
+    args: tuple[Any, ...], kwargs: dict[str, Any], known: Mapping[str, int], name: str
+) -> Any:
+    at = known.get(name, len(args))
+    return args[at] if at < len(args) else kwargs.get(name)
+
+
+def said(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: Mapping[str, int]
+) -> tuple[bool, bool, Tensor | None, int, bool]:
+    """What a module's arguments say: `Frame`'s fields after the module. known: `_parameters`."""
 
     cross = any(
-        given(name) is not None
+        _given(args, kwargs, known, name) is not None
         for name in ("key_value_states", "encoder_hidden_states")
         if name in known
     )
     reads_text = "input_ids" in known or "inputs_embeds" in known
     query_mask, length = None, 0
     if reads_text:
-        ids = given("input_ids")
-        ids = given("inputs_embeds") if ids is None else ids
+        ids = _given(args, kwargs, known, "input_ids")
+        ids = _given(args, kwargs, known, "inputs_embeds") if ids is None else ids
         length = ids.shape[1] if isinstance(ids, Tensor) and ids.dim() > 1 else 0
-        mask = given("attention_mask")
+        mask = _given(args, kwargs, known, "attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2:
             query_mask = mask.bool()
-    elif isinstance(padding := given("tgt_key_padding_mask"), Tensor):
+    elif isinstance(padding := _given(args, kwargs, known, "tgt_key_padding_mask"), Tensor):
         query_mask = ~padding if padding.dtype == torch.bool else padding == 0
         query_mask = query_mask.reshape(-1, query_mask.shape[-1])
         length, reads_text = query_mask.shape[1], True
-    wants = given("output_attentions")
+    wants = _given(args, kwargs, known, "output_attentions")
     if wants is None:
         wants = getattr(getattr(module, "config", None), "output_attentions", False)
-    return Frame(path, module, cross, reads_text, query_mask, length, wants is True)
+    return cross, reads_text, query_mask, length, wants is True
 
 
 def weights_wanted() -> bool:
@@ -486,21 +578,35 @@ def weights_wanted() -> bool:
 
 @contextmanager
 def _hooked(model: nn.Module, seen: Observation) -> Iterator[None]:
+    from scaledot import graph_route
+
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen._enter(module, args, kwargs)
 
     def leave(module: nn.Module, *_: Any) -> None:
         seen._leave(module)
 
+    outermost = _compiled(model)
+    # A hook inside a graph is called always in any case; to say so would have every observation
+    # make a graph of its own.
+    inside = {m for module in outermost for m in module.modules()} - outermost
     handles = []
     try:
         for module in model.modules():
+            if _is_wrapper(module):
+                continue
             # torch's own leaves (Linear, LayerNorm …) call no attention.
             leaf = not any(True for _ in module.children())
             if leaf and module is not model and type(module).__module__.startswith("torch.nn."):
                 continue
-            handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
+            if module in outermost:
+                # torch runs these before and after the graph.
+                before, after = torch.compiler.disable(enter), torch.compiler.disable(leave)
+            else:
+                known = _parameters(type(module))  # type: ignore[arg-type]
+                before, after = graph_route.hooks(module, enter, leave, known)
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, always_call=module not in inside))
         yield
     finally:
         for handle in handles:
@@ -546,8 +652,8 @@ def observe(
 
     Error: `TOLERANCE` an attention call, rounding alone, padded positions included
     (tests/test_families.py). With statistics or without, `scaledot.attention` gives the same bits.
-    Raises: ScaledotError for a compiled model, for an observation that saw nothing, and before
-    more than keep_bytes would be kept; ValueError for arguments that do not fit.
+    Raises: ScaledotError for an observation that saw nothing, and before more than keep_bytes would
+    be kept; ValueError for arguments that do not fit.
 
     >>> layer = nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
     >>> with observe(layer) as seen:
@@ -563,7 +669,6 @@ def observe(
         raise ValueError('layers and last say what to keep: pass keep="qk" with them')
     if last is not None and last < 1:
         raise ValueError(f"last is {last}: pass at least 1 call")
-    _refuse_compiled(model)
     from scaledot.torch_route import slow_path
 
     seen = Observation(
@@ -590,15 +695,24 @@ def _from_transformers(model: nn.Module) -> bool:
     )
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        compiled = (
-            type(module).__name__ == "OptimizedModule"
-            or getattr(module, "_compiled_call_impl", None) is not None
-            or hasattr(module.forward, "_torchdynamo_orig_callable")
-        )
-        if compiled:
-            raise ScaledotError(
-                f"{path or 'the model'} is compiled, and a compiled graph cannot be observed: pass "
-                "the model from before torch.compile (compiled._orig_mod)"
-            )
+def _is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is what torch.compile(module) puts around another."""
+    return type(module).__name__ == "OptimizedModule"
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The model itself where torch.compile(model) was given."""
+    inner = model._orig_mod if _is_wrapper(model) else model
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def _compiled(model: nn.Module) -> set[nn.Module]:
+    """Modules that are compiled whole, in any of torch's three ways."""
+    return {
+        _uncompiled(m)
+        for m in model.modules()
+        if _is_wrapper(m)
+        or getattr(m, "_compiled_call_impl", None) is not None  # module.compile()
+        or hasattr(m.forward, "_torchdynamo_orig_callable")  # m.forward = torch.compile(m.forward)
+    }

@@ -20,7 +20,7 @@ from scaledot.kernels import Terms, tiled
 from scaledot.masks import Visibility
 from scaledot.rows import RowStats
 
-_MASK = (
+PROBLEM = (
     "Tensor? bias, Tensor? sinks, Tensor? keep, Tensor? query_ids, Tensor? key_ids, "
     "Tensor? allowed, SymInt offset, SymInt? left, SymInt? right, "
     "float scale, float? softcap, float dropout_p, Tensor? seed, str kernel"
@@ -30,13 +30,13 @@ _BIAS, _SINKS = 3, 4
 
 LIBRARY = torch.library.Library("scaledot", "DEF")
 LIBRARY.define(
-    f"attention(Tensor query, Tensor key, Tensor value, {_MASK}, bool statistics) "
+    f"attention(Tensor query, Tensor key, Tensor value, {PROBLEM}, bool statistics) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define(
     "attention_backward(Tensor? d_out, Tensor? d_lse, Tensor? d_entropy, "
     "Tensor query, Tensor key, Tensor value, "
-    f"{_MASK}, Tensor out, Tensor entropy, Tensor numbers, Tensor whole, bool bias_gradient) "
+    f"{PROBLEM}, Tensor out, Tensor entropy, Tensor numbers, Tensor whole, bool bias_gradient) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -56,7 +56,7 @@ def implementation(kernel: str) -> Any:
 
 
 def arguments(seen: Visibility, terms: Terms, seed: Tensor | None, kernel: str) -> tuple[Any, ...]:
-    """A mask and terms as the operators take them: `_MASK`'s fields."""
+    """A mask and terms as the operators take them: `PROBLEM`'s fields."""
     query_ids, key_ids = seen.segments or (None, None)
     return (
         seen.bias, terms.sinks, seen.keep, query_ids, key_ids, seen.allowed, seen.offset, seen.left,

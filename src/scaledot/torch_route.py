@@ -26,6 +26,9 @@ class TorchRoute(TorchFunctionMode):
         replacement = _REPLACEMENTS.get(func)
         if replacement is not None and not any(map(_opaque, (*args, *kwargs.values()))):
             return replacement(*args, **kwargs)
+        if torch.compiler.is_compiling() and getattr(func, "__name__", "") == "unflatten":
+            # The one method of Tensor that calls super(), which dynamo cannot follow from here.
+            func = torch.unflatten
         return func(*args, **kwargs)
 
 
@@ -112,12 +115,9 @@ def _multi_head_attention_forward(
         k = torch.cat([k, bias_k.expand(1, batch, -1)])
         v = torch.cat([v, bias_v.expand(1, batch, -1)])
 
-    def by_head(x: Tensor) -> Tensor:
-        return x.unflatten(2, (num_heads, -1)).permute(1, 2, 0, 3)
-
-    q = by_head(q)
-    k = by_head(k) if static_k is None else static_k.unflatten(0, (batch, num_heads))
-    v = by_head(v) if static_v is None else static_v.unflatten(0, (batch, num_heads))
+    q = _by_head(q, num_heads)
+    k = _by_head(k, num_heads) if static_k is None else static_k.unflatten(0, (batch, num_heads))
+    v = _by_head(v, num_heads) if static_v is None else static_v.unflatten(0, (batch, num_heads))
     if add_zero_attn:
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     appended = k.shape[2] - (real if static_k is None else static_k.shape[1])
@@ -146,6 +146,11 @@ def _multi_head_attention_forward(
     if not batched:
         return out[:, 0], None if shares is None else shares[0]
     return out, shares
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """(length, batch, heads·dim) as (batch, heads, length, dim)."""
+    return x.unflatten(2, (heads, -1)).permute(1, 2, 0, 3)
 
 
 def _project(
@@ -183,10 +188,17 @@ def _torch_masks(
         shown = ~key_padding_mask if hides else key_padding_mask
         shown = F.pad(shown, (0, appended), value=hides) if appended else shown
         keys = shown if hides else shown > float("-inf")
-        if not hides and bool((shown.isfinite() & (shown != 0)).any()):
+        if not hides and _adds(shown):
             added = Mask(dense=shown[:, None, None])
             dense = added.dense if dense is None else (Mask(dense=dense) & added).dense
     return None if dense is None and keys is None else Mask(dense=dense, keys=keys)
+
+
+def _adds(padding: Tensor) -> bool:
+    """Whether a float padding mask does more than hide; a graph, which cannot look, says yes."""
+    if torch.compiler.is_compiling():
+        return True
+    return bool((padding.isfinite() & (padding != 0)).any())
 
 
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
