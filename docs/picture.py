@@ -1,6 +1,6 @@
 """Draw the README's picture: `scaledot audit` on the embedded sample, as a terminal shows it.
 
-    python docs/picture.py docs/audit.svg
+python docs/picture.py docs/audit.svg
 """
 
 import io

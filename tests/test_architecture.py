@@ -38,6 +38,7 @@ ARROWS = {
     "observation": CORE | {"roles", "calls"},
     "huggingface": CORE | {"calls", "observation"},
     "torch_route": CORE | {"calls", "observation"},
+    "graph_route": CORE | {"calls", "observation", "operators", "kernels"},
     "training": CORE | {"observation"},
     # A corpus through a model.
     "numerals": set(),
@@ -62,7 +63,7 @@ LATER = {
     "stages": SHOWN,
     "heads": SHOWN,
     "conformance": SHOWN,
-    "observation": SHOWN | {"huggingface", "torch_route"},
+    "observation": SHOWN | {"huggingface", "torch_route", "graph_route"},
     "auditing": SHOWN | {"tokens"},
     "dispatch": {"kernels.native", "kernels.triton"},
     "operators": {"kernels.native", "kernels.triton"},
