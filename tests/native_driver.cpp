@@ -89,6 +89,15 @@ double run(const Shape& s, MaskKind kind, bool half, bool capped, bool with_sink
   p.out = out, p.rows = numbers, p.whole = whole, p.nonfinite = flags;
   scaledot_forward(&p);
 
+  // Statistics alone, at four scales.
+  Problem sweep = p;
+  Block1<float> swept(4 * FIELDS * rows);
+  Block1<int32_t> swept_whole(4 * 2 * rows);
+  Block1<uint8_t> swept_flags(4 * rows);
+  sweep.value = {}, sweep.value_dim = 0, sweep.out = nullptr, sweep.octaves = 3;
+  sweep.rows = swept, sweep.whole = swept_whole, sweep.nonfinite = swept_flags;
+  scaledot_forward(&sweep);
+
   for (int64_t r = 0; r < rows; r++) counted[r] = whole[r] > 0;
   p.d_out = d_out, p.level = level, p.d_entropy = d_entropy, p.counted = counted;
   p.top = numbers + TOP * rows, p.log_mass = numbers + LOG_MASS * rows;
