@@ -63,8 +63,14 @@ def attend(q, k, v, attn_mask=None, *, return_stats=False, **arguments):
     return (out, rows.map(p.restore)) if return_stats else out
 
 
-def is_the_oracles(*args, **arguments):
-    return assert_as_trace(*args, attend=attend, **GROUPED, **arguments)
+def is_the_oracles(*args, answer=None, **arguments):
+    """Of `attend`, or of row statistics that were computed before."""
+
+    def answered(*args, **arguments):
+        out, rows = attend(*args, **arguments)
+        return (out, rows) if answer is None else (out, answer()[1])
+
+    return assert_as_trace(*args, attend=answered, **GROUPED, **arguments)
 
 
 # Forward
@@ -168,7 +174,9 @@ def test_one_dominant_key_leaves_its_exact_rest(variant, queries, at):
     q, k = torch.ones(1, 1, queries, 1), torch.zeros(1, 1, 261, 1)
     k[0, 0, at] = math.log(260 * 1e30)
     _, rows, _ = is_the_oracles(q, k, torch.randn(1, 1, 261, 2), scale=1.0, same_key=True)
-    torch.testing.assert_close(rows.jacobian_trace, torch.full_like(rows.entropy, 2e-30), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        rows.jacobian_trace, torch.full_like(rows.entropy, 2e-30), rtol=1e-5, atol=0
+    )
 
 
 @here
@@ -214,6 +222,28 @@ def test_threads_and_statistics_change_no_bit(variant):
     none, alone, _, _ = native.forward(p.query, p.key, None, seen, terms)
     assert none is None
     assert torch.equal(alone.entropy, rows.entropy)
+
+
+# Statistics alone, at several scales
+
+
+@here
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sink", [False, True])
+def test_a_scale_sweep_is_the_oracles_at_each_scale(variant, mask, sink):
+    """Octaves by squaring, a factor of its own, one at 0, and one asked for twice."""
+    factors = (2.0, 0.5, 4.0, 1.0, 3.0, 0.0, 8.0, 16.0, 2.0, -1.0)
+    q, k, v = inputs(**SHAPE, d_k=9)
+    sinks = torch.linspace(-3, 3, 6) if sink else None
+    arguments = masks(**SHAPE)[mask]
+    p, seen, terms = problem(q, k, v, sinks=sinks, scale=1 / 9, **arguments, **GROUPED)
+    swept = native.row_stats(p.query, p.key, seen, terms, factors)
+    assert len(swept) == len(factors)
+    for factor, rows in zip(factors, swept, strict=True):
+        is_the_oracles(
+            q, k, v, **arguments, sinks=sinks, scale=factor / 9,
+            answer=lambda found=rows: (None, found),
+        )  # fmt: skip
 
 
 # What is no number
@@ -385,7 +415,9 @@ def test_nothing_past_the_end_of_an_input_is_read(variant, queries, d):
 @here
 def test_what_it_cannot_do_it_says():
     p, seen, terms = problem(*inputs(dtype=torch.float64), **GROUPED)
-    with pytest.raises(ValueError, match=r"takes float32, bfloat16 and float16, not torch\.float64"):
+    with pytest.raises(
+        ValueError, match=r"takes float32, bfloat16 and float16, not torch\.float64"
+    ):
         native.forward(p.query, p.key, p.value, seen, terms)
     p, seen, terms = problem(*inputs(), **GROUPED)
     with pytest.raises(ValueError, match="no dropout"):
@@ -420,10 +452,12 @@ torch.set_num_threads(1)
 q = torch.randn(1, 1, 32768, 4)
 p = checks.problem(q, q, q)
 seen, terms = resolve(p, None, True), tiled.Terms(p.scale, None, None, 0.0, 0)
-native.forward(q[:, :, :64], q[:, :, :64], q[:, :, :64], resolve(checks.problem(*[q[:, :, :64]] * 3), None, True), terms)
+few = q[:, :, :64]
+native.forward(few, few, few, resolve(checks.problem(few, few, few), None, True), terms)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), used + (1 << 30)))
 out, rows, top, mass = native.forward(q, q, q, seen, terms)
-native.backward(q, q, q, seen, terms, top, mass, rows.entropy, rows.visible > 0, out, out, None, None, False)
+native.backward(q, q, q, seen, terms, top, mass, rows.entropy, rows.visible > 0, out, out, None,
+                None, False)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

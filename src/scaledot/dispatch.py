@@ -164,8 +164,8 @@ def row_stats(
     factors: what the rows would be were the scale factor × as large, for each factor; every tensor
     then has a leading axis of factors and no gradient. It answers for these queries and keys, not
     for a model trained at that scale. The factor multiplies the scores before any soft-cap, and
-    neither mask nor sinks. "auto" picks as without factors: native runs once a factor, tiled forms
-    QKᵀ once for all.
+    neither mask nor sinks. "auto" picks as without factors: both form QKᵀ once for all, native
+    where factors are an octave apart (and there is no soft-cap or additive mask).
 
     Raises: ValueError or TypeError that names the argument, what came and what to pass.
     Source: docs/maths.md#rows.
@@ -190,14 +190,14 @@ def row_stats(
     scaled = checks.factors(factors)
     with torch.no_grad():
         if _traced():
-            sweep = [
+            sweep = tuple(
                 _rows_alone(kernel, p.query, p.key, seen, replace(terms, scale=terms.scale * x))
                 for x in scaled
-            ]
+            )
         else:
-            sweep = operators.implementation(kernel).sweep(p.query, p.key, seen, terms, scaled)
+            sweep = operators.implementation(kernel).row_stats(p.query, p.key, seen, terms, scaled)
     if not p.plain:
-        sweep = [rows.map(p.restore) for rows in sweep]
+        sweep = tuple(rows.map(p.restore) for rows in sweep)
     stacked: dict[str, Any] = dict.fromkeys(_FIELDS)
     for name in _FIELDS:
         if getattr(sweep[0], name) is not None:
@@ -216,7 +216,7 @@ def _rows_alone(
         rows = _run(kernel, query, key, value, seen, terms, True)[1]
         assert rows is not None  # asked for
         return rows
-    return operators.implementation(kernel).forward(query, key, None, seen, terms)[1]
+    return operators.implementation(kernel).row_stats(query, key, seen, terms)[0]
 
 
 def _traced() -> bool:

@@ -40,8 +40,8 @@ _ROWS = (
 
 operators.LIBRARY.define(
     "record(Tensor(a!) recorded, Tensor query, Tensor key, Tensor value, "
-    f"{operators.PROBLEM}, Tensor[] rows, int module, int index, bool cross, bool stops, Tensor? query_mask, "
-    "SymInt length, int? window, bool? self_attention, bool uniform) -> ()",
+    f"{operators.PROBLEM}, Tensor[] rows, int module, int index, bool cross, bool stops, "
+    "Tensor? query_mask, SymInt length, int? window, bool? self_attention, bool uniform) -> ()",
     tags=(torch.Tag.cudagraph_unsafe,),
 )
 

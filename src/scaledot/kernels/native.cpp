@@ -37,7 +37,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -135,6 +134,18 @@ INLINE bool any(I mask) {
 #endif
 }
 
+INLINE uint32_t bits_of(I mask) {
+#if X86 && defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#elif X86 && !defined(__AVX512F__)
+  return (uint32_t)_mm_movemask_ps((__m128)mask);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < W; i++) bits |= (uint32_t)(mask[i] != 0) << i;
+  return bits;
+#endif
+}
+
 INLINE I isfinite(F x) { return (x - x) == F{}; }
 INLINE F where(I mask, F a, F b) { return mask ? a : b; }
 INLINE F where(I mask, F a) { return (F)((I)a & mask); }  // a or 0
@@ -164,13 +175,12 @@ INLINE F exp_floored(F z) {
   } else {
     r = (z - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
   }
-  F p = splat(1.381454058e-03f);
-  p = p * r + splat(8.368745446e-03f);
-  p = p * r + splat(4.166838899e-02f);
-  p = p * r + splat(1.666652113e-01f);
-  p = p * r + splat(4.999999404e-01f);
-  p = p * r + splat(1.0f);
-  p = p * r + splat(1.0f);
+  // 1 + r·(c1 + c2·r + … + c6·r⁵), in pairs: a short chain keeps more vectors in flight.
+  F square = r * r;
+  F high = splat(1.381454058e-03f) * r + splat(8.368745446e-03f);
+  F middle = splat(4.166838899e-02f) * r + splat(1.666652113e-01f);
+  F low = splat(4.999999404e-01f) * r + splat(1.0f);
+  F p = ((high * square + middle) * square + low) * r + splat(1.0f);
   return p * (F)((I)shifted << 23);
 }
 
@@ -270,8 +280,10 @@ struct Problem {
   const float* sinks;              // (heads) or null
   float* out;                      // (batch, heads, queries, value_dim), contiguous
   float* rows;                     // FIELDS × (batch·heads·queries)
-  uint8_t* nonfinite;              // batch·heads·queries
+  int32_t* whole;                  // visible, then top_key
+  uint8_t* nonfinite;
   int64_t statistics;              // 0: only what `out` and backward need
+  int64_t octaves;                 // row statistics again at 2, 4, … times the scale, without V
   int64_t threads;
   // backward
   const float *d_out, *level, *d_entropy, *top, *log_mass;   // contiguous
@@ -282,9 +294,9 @@ struct Problem {
 };
 
 enum Field {
-  VISIBLE, MEAN, VARIANCE, LARGEST, LSE, ENTROPY, TOP_KEY, MARGIN, COLLISION, JACOBIAN, MEAN_KEY,
-  SINK_MASS, TOP, LOG_MASS, FIELDS
-};  // VISIBLE and TOP_KEY hold int32
+  MEAN, VARIANCE, LARGEST, LSE, ENTROPY, MARGIN, COLLISION, JACOBIAN, MEAN_KEY, SINK_MASS, TOP,
+  LOG_MASS, FIELDS
+};
 
 INLINE int64_t size_of(int64_t dtype) {
   return dtype == FLOAT64 ? 8 : dtype == BOOL ? 1 : dtype == BFLOAT16 || dtype == FLOAT16 ? 2 : 4;
@@ -310,7 +322,12 @@ INLINE const char* address(const Array& a, int64_t i, int64_t j, int64_t k, int6
 INLINE float read(const char* p, int64_t dtype) {
   switch (dtype) {
     case FLOAT32: { float x; std::memcpy(&x, p, 4); return x; }
-    case FLOAT64: { double x; std::memcpy(&x, p, 8); return (float)x; }
+    case FLOAT64: {   // what hides a key, −inf or half of finfo.min, still does as a float
+      double x;
+      std::memcpy(&x, p, 8);
+      if (x < 0.99 * LOWEST && x != -INF) return x <= std::numeric_limits<double>::lowest() / 2 ? LOWEST : 0.99f * LOWEST;
+      return x > -LOWEST ? -LOWEST : (float)x;
+    }
     case BOOL: return *p ? 0.0f : -INF;   // "may attend" as a bias
     default: {
       uint16_t h;
@@ -563,9 +580,16 @@ struct alignas(64) State {
   }
 };
 
+// Sums of a power of e: of the logits at 2, 4, … times their size, for eᵝᶻ squared is e²ᵝᶻ.
+constexpr int MAX_OCTAVES = 3;
+struct alignas(64) Octave {
+  float rest[R], rest_log[R], rest_pos[R];   // as State's; rest_log with the plain z
+};
+
 // A strip: up to R query rows of one head.
 struct alignas(64) Strip {
   State state;
+  Octave octave[MAX_OCTAVES + 1];
   int32_t lo[R], hi[R], ids[R];       // keys lo … hi by causality and window; document id
   int64_t lo_min, lo_max, hi_min, hi_max;
   int32_t id_min, id_max;
@@ -607,70 +631,139 @@ struct Block {
   const float* wrong;           // careful pass: 1 where v was not finite (v is 0 there), else null
 };
 
-// Which keys of a block all rows of a strip see plainly: [plain0, plain1) within [a, b).
-struct Cut {
-  int64_t a, b, plain0, plain1;
-  bool ids;                     // documents must be compared key by key
+struct Buffers {       // each keys × lanes of one strip, row 0 for key a
+  float* raw;          // scaled scores; after `masked`, −inf where not counted
+  float* logits;       // what enters softmax, then e; the same array as raw unless both are needed
+  float* bias;         // a float mask tensor's part
+  uint8_t* allowed;    // a boolean mask tensor's part
+  float* tops;         // of each tile of plain keys, the lanes' largest
+  float* slope;        // backward with soft-cap: d capped / d scaled
 };
 
-INLINE Cut cut(const Problem& p, const Strip& s, const Block& block) {
+// Half of finfo.min of the bias's dtype, as a float: `read` clamps a float64 bias to match.
+INLINE float float_floor(const Problem& p) { return p.floor < LOWEST ? LOWEST : (float)p.floor; }
+
+enum Part { NOTHING, SOMETHING, EVERYTHING };   // of a block's keys a mask tensor lets a strip see
+
+// The mask tensor's part for keys from … to−1 and a strip's rows, turned so that rows are lanes:
+// into w.allowed if it is boolean, into w.bias if it is added to the scores.
+template <int NV>
+Part dense_part(const Problem& p, const Strip& s, int64_t from, int64_t to, const Buffers& w) {
+  const Array& m = p.dense;
+  const bool boolean = m.dtype == BOOL;
+  const int64_t n = to - from, width = NV * W, step = m.stride[3] * size_of(m.dtype);
+  if (m.stride[2] == 0) {   // one row for all queries
+    const char* row = address(m, s.batch, s.head, 0, from);
+    for (int64_t j = 0; j < n; j++) {
+      if (boolean) {
+        std::memset(w.allowed + j * width, row[j * step], width);
+      } else {
+        F bias = splat(read(row + j * step, m.dtype));
+        for (int v = 0; v < NV; v++) store(w.bias + j * width + v * W, bias);
+      }
+    }
+  } else {
+    for (int v = 0; v < NV; v++) {
+      const char* row[W];
+      for (int i = 0; i < W; i++) {
+        int64_t r = s.first + std::min<int64_t>(v * W + i, s.count - 1);
+        row[i] = address(m, s.batch, s.head, r, from);
+        // The next block's part of the row: short pieces far apart, which no hardware foresees.
+        for (int64_t x = 0; x < n * step; x += 64) __builtin_prefetch(row[i] + n * step + x, 0, 2);
+      }
+      float* bias = w.bias + v * W;
+      uint8_t* allowed = w.allowed + v * W;
+      int64_t j = 0;
+      if (m.stride[3] == 1 && m.dtype == FLOAT32)
+        for (; j + W <= n; j += W) {
+          F block[W];
+          for (int i = 0; i < W; i++) block[i] = load((const float*)row[i] + j);
+          transpose(block);
+          for (int i = 0; i < W; i++) store(bias + (j + i) * width, block[i]);
+        }
+#if X86
+      if (W == 8 && m.stride[3] == 1 && boolean)
+        for (; j + 16 <= n; j += 16) {   // 8 rows of 16 bytes → 16 of 8
+          __m128i a[8], b[8];
+          for (int i = 0; i < 8; i++) a[i] = _mm_loadu_si128((const __m128i*)(row[i % W] + j));
+          for (int i = 0; i < 4; i++) {
+            b[i] = _mm_unpacklo_epi8(a[2 * i], a[2 * i + 1]);
+            b[i + 4] = _mm_unpackhi_epi8(a[2 * i], a[2 * i + 1]);
+          }
+          for (int i = 0; i < 8; i += 2) {
+            a[i] = _mm_unpacklo_epi16(b[i], b[i + 1]);
+            a[i + 1] = _mm_unpackhi_epi16(b[i], b[i + 1]);
+          }
+          for (int i = 0; i < 8; i += 4)
+            for (int h = 0; h < 2; h++) {
+              b[i + 2 * h] = _mm_unpacklo_epi32(a[i + h], a[i + h + 2]);
+              b[i + 2 * h + 1] = _mm_unpackhi_epi32(a[i + h], a[i + h + 2]);
+            }
+          for (int i = 0; i < 8; i++) {
+            _mm_storel_epi64((__m128i*)(allowed + (j + 2 * i) * width), b[i]);
+            _mm_storeh_pd((double*)(allowed + (j + 2 * i + 1) * width), _mm_castsi128_pd(b[i]));
+          }
+        }
+#endif
+      for (; j < n; j++)
+        for (int i = 0; i < W; i++) {
+          if (boolean) allowed[j * width + i] = row[i][j * step];
+          else bias[j * width + i] = read(row[i] + j * step, m.dtype);
+        }
+    }
+  }
+  if (boolean) {
+    if (!std::memchr(w.allowed, 1, n * width)) return NOTHING;
+    return std::memchr(w.allowed, 0, n * width) ? SOMETHING : EVERYTHING;
+  }
+  const F floor = splat(float_floor(p));
+  I hides{};
+  for (int64_t i = 0; i < n * width; i += W) hides |= ~(load(w.bias + i) > floor);
+  if (!any(hides)) return EVERYTHING;
+  for (int64_t i = 0; i < n * width; i++)
+    if (w.bias[i] != -INF) return SOMETHING;
+  return NOTHING;
+}
+
+INLINE I where_set(const uint8_t* bytes) {
+#if X86 && defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  return (I)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)bytes)) != 0;
+#else
+  I mask;
+  for (int i = 0; i < W; i++) mask[i] = bytes[i] ? -1 : 0;
+  return mask;
+#endif
+}
+
+// Which keys of a block a strip's rows may see, [a, b), and which all of them see plainly.
+struct Cut {
+  int64_t a, b, plain0, plain1;
+  bool ids, dense;              // documents, the mask tensor: must be looked at key by key
+  bool whole;                   // every row counts every key of [a, b), whatever is added
+};
+
+// Also fills the buffer of the mask tensor's part: a part that hides everything ends the block's
+// work, one that allows everything is forgotten.
+template <int NV>
+INLINE Cut cut(const Problem& p, const Strip& s, const Block& block, const Buffers& w) {
   Cut c;
   c.a = std::max(block.k0, s.lo_min);
   c.b = std::min(block.k1, s.hi_max + 1);
   c.ids = block.ids && !(s.id_min == s.id_max && block.id_min == block.id_max && s.id_min == block.id_min);
   if (c.ids && (s.id_max < block.id_min || block.id_max < s.id_min)) c.b = c.a;   // other documents
-  bool plain = !p.dense.data && p.softcap == 0 && !block.keep && !c.ids;
+  c.dense = p.dense.data;
+  c.whole = !block.keep && !c.ids && c.a >= s.lo_max && c.b <= s.hi_min + 1;
+  if (c.dense && c.a < c.b) {
+    const Part part = dense_part<NV>(p, s, c.a, c.b, w);
+    if (part == NOTHING) c.b = c.a;
+    if (part == EVERYTHING && p.dense.dtype == BOOL) c.dense = false;
+    c.whole &= part == EVERYTHING;
+  }
+  const bool plain = !c.dense && p.softcap == 0 && !block.keep && !c.ids;
   c.plain0 = plain ? std::max(c.a, s.lo_max) : c.a;
   c.plain1 = plain ? std::min(c.b, s.hi_min + 1) : c.a;
   if (c.plain0 >= c.plain1) c.plain0 = c.plain1 = c.a;
   return c;
-}
-
-// The mask tensor's part for keys from … to−1 and a strip's rows, as columns: a bias, −inf hidden.
-template <int NV>
-void dense_columns(const Problem& p, const Strip& s, int64_t from, int64_t to, float* out) {
-  const Array& m = p.dense;
-  int64_t size = size_of(m.dtype), step = m.stride[3] * size;
-  if (m.stride[2] == 0) {   // one row for all queries
-    const char* row = address(m, s.batch, s.head, 0, from);
-    for (int64_t j = 0; j < to - from; j++) {
-      F bias = splat(read(row + j * step, m.dtype));
-      for (int v = 0; v < NV; v++) store(out + j * NV * W + v * W, bias);
-    }
-    return;
-  }
-  for (int v = 0; v < NV; v++) {
-    const char* row[W];
-    for (int i = 0; i < W; i++) {
-      int64_t r = s.first + std::min<int64_t>(v * W + i, s.count - 1);
-      row[i] = address(m, s.batch, s.head, r, from);
-    }
-    float* column = out + v * W;
-    int64_t j = 0;
-    if (m.stride[3] == 1 && m.dtype == FLOAT32) {
-      for (; j + W <= to - from; j += W) {
-        F block[W];
-        for (int i = 0; i < W; i++) block[i] = load((const float*)row[i] + j);
-        transpose(block);
-        for (int i = 0; i < W; i++) store(column + (j + i) * NV * W, block[i]);
-      }
-    }
-#if X86 && defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
-    if (m.stride[3] == 1 && m.dtype == BOOL) {
-      for (; j + W <= to - from; j += W) {
-        F block[W];
-        for (int i = 0; i < W; i++) {
-          __m256i allowed = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(row[i] + j)));
-          block[i] = where((I)allowed == 0, splat(-INF));
-        }
-        transpose(block);
-        for (int i = 0; i < W; i++) store(column + (j + i) * NV * W, block[i]);
-      }
-    }
-#endif
-    for (; j < to - from; j++)
-      for (int i = 0; i < W; i++) column[j * NV * W + i] = read(row[i] + j * step, m.dtype);
-  }
 }
 
 // What a block of keys adds to each lane before the weights are known.
@@ -678,55 +771,74 @@ template <int NV> struct Gathered {
   F top[NV], peak[NV], sum[NV], count[NV];   // largest logit; of counted scores: largest, Σ, number
 };
 
-struct Buffers {       // each keys × lanes of one strip
-  float* raw;          // scaled scores; after `masked`, −inf where not counted
-  float* logits;       // what enters softmax, then e; the same array as raw unless both are needed
-  float* bias;
-  float* slope;        // backward with soft-cap: d capped / d scaled
-};
-
-// Apply soft-cap, bias and everything that hides to keys from … to−1; row 0 of the buffers is key a.
+// Apply soft-cap, bias and everything that hides to keys from … to−1.
 template <int NV>
 void masked(const Problem& p, const Strip& s, const Block& block, const Cut& c, int64_t from,
             int64_t to, const Buffers& w, Gathered<NV>& g) {
   const int64_t width = NV * W;
-  const bool dense = p.dense.data, capped = p.softcap != 0, apart = w.raw != w.logits;
-  if (dense) dense_columns<NV>(p, s, from, to, w.bias + (from - c.a) * width);
-  const F cap = splat((float)p.softcap), inverse = splat(capped ? (float)(1 / p.softcap) : 0.0f);
-  const F floor = splat((float)p.floor), hidden = splat(-INF);
+  const F hidden = splat(-INF);
+  const bool edges = from < s.lo_max || to > s.hi_min + 1;
   for (int v = 0; v < NV; v++) {
     const I lo = load(s.lo + v * W), hi = load(s.hi + v * W), ids = load(s.ids + v * W);
-    F top = g.top[v], peak = g.peak[v], sum = g.sum[v], count = g.count[v];
-    for (int64_t j = from; j < to; j++) {
-      const int64_t at = (j - c.a) * width + v * W;
-      I visible = ~((lo > splat((int32_t)j)) | (hi < splat((int32_t)j)));
-      if (block.keep && !block.keep[j]) visible = I{};
-      if (c.ids) visible &= ids == splat(block.ids[j]);
-      F score = load(w.raw + at), logit = score;
-      if (capped) {
-        F bounded = tanh_of(score * inverse);
-        logit = cap * bounded;
-        if (w.slope) store(w.slope + at, splat(1.0f) - bounded * bounded);
+    const F cap = splat((float)p.softcap), inverse = splat(p.softcap != 0 ? (float)(1 / p.softcap) : 0.0f);
+    const F floor = splat(float_floor(p));
+    F top = g.top[v], peak = g.peak[v], sum = g.sum[v];
+    I count{};
+    if (c.whole && p.softcap == 0) {   // then it is a bias that hides nothing
+      for (int64_t j = from; j < to; j++) {
+        const int64_t at = (j - c.a) * width + v * W;
+        F score = load(w.raw + at), logit = score + load(w.bias + at);
+        sum += score;
+        peak = larger(score, peak);
+        top = larger(logit, top);
+        store(w.logits + at, logit);
       }
-      I counted = visible;
-      if (dense) {
-        F bias = load(w.bias + at);
-        visible &= bias != hidden;
-        I low = bias <= floor;
-        counted = visible & ~low;
-        logit = where(low & ~isfinite(logit), F{}, logit) + larger(splat(LOWEST), bias);
-        sum += where(counted, logit - logit);   // NaN if a visible logit is not finite
-      }
-      sum += where(counted, score);
-      count += where(counted, splat(1.0f));
-      F shown = where(counted, score, hidden);
-      peak = larger(shown, peak);
-      logit = where(visible, logit, hidden);
-      top = larger(logit, top);
-      if (apart) store(w.raw + at, shown);
-      store(w.logits + at, logit);
+      g.top[v] = top, g.peak[v] = peak, g.sum[v] = sum;
+      g.count[v] += splat((float)(to - from));
+      continue;
     }
-    g.top[v] = top, g.peak[v] = peak, g.sum[v] = sum, g.count[v] = count;
+    auto each = [&](auto dense, auto capped) {
+      constexpr int DENSE = decltype(dense)::value;   // 1 boolean, 2 added
+      for (int64_t j = from; j < to; j++) {
+        const int64_t at = (j - c.a) * width + v * W;
+        I visible = ~I{};
+        if (edges) visible = ~((lo > splat((int32_t)j)) | (hi < splat((int32_t)j)));
+        if (block.keep && !block.keep[j]) visible = I{};
+        if (c.ids) visible &= ids == splat(block.ids[j]);
+        if (DENSE == 1) visible &= where_set(w.allowed + at);
+        F score = load(w.raw + at), logit = score;
+        if (decltype(capped)::value) {
+          F bounded = tanh_of(score * inverse);
+          logit = cap * bounded;
+          if (w.slope) store(w.slope + at, splat(1.0f) - bounded * bounded);
+        }
+        I counted = visible;
+        if (DENSE == 2) {
+          F bias = load(w.bias + at);
+          I low = bias <= floor;
+          counted = visible & ~low;
+          visible &= bias != hidden;
+          if (any(low)) logit = where(low & ~isfinite(logit), F{}, logit);
+          logit += bias;
+        }
+        sum += where(counted, score);
+        count -= counted;
+        logit = where(visible, logit, hidden);
+        top = larger(logit, top);
+        store(w.logits + at, logit);
+        if (DENSE == 2 || decltype(capped)::value) {
+          F shown = where(counted, score, hidden);
+          peak = larger(shown, peak);
+          if (w.raw != w.logits) store(w.raw + at, shown);
+        }
+      }
+    };
+    const int dense = !c.dense ? 0 : p.dense.dtype == BOOL ? 1 : 2;
+    if (p.softcap != 0) dense == 0 ? each(Int<0>{}, Int<1>{}) : dense == 1 ? each(Int<1>{}, Int<1>{}) : each(Int<2>{}, Int<1>{});
+    else dense == 0 ? each(Int<0>{}, Int<0>{}) : dense == 1 ? each(Int<1>{}, Int<0>{}) : each(Int<2>{}, Int<0>{});
+    g.top[v] = top, g.sum[v] = sum;
+    g.peak[v] = p.softcap != 0 || dense == 2 ? peak : top;
+    g.count[v] += __builtin_convertvector(count, F);
   }
 }
 
@@ -748,13 +860,17 @@ INLINE void scores(const Problem& p, const Strip& s, const Block& block, const C
     constexpr int T = decltype(t)::value;
     F sum[T][NV] = {};
     multiply_rows<T, NV>(sum, k + (c.plain0 + j) * block.ldk, block.ldk, s.qt, width, p.dim);
-    for (int i = 0; i < T; i++)
-      for (int v = 0; v < NV; v++) {
+    for (int v = 0; v < NV; v++) {
+      F top = splat(-INF);
+      for (int i = 0; i < T; i++) {
         F score = sum[i][v] * scale;
         store(plain + (j + i) * width + v * W, score);
-        g.top[v] = larger(score, g.top[v]);
+        top = larger(score, top);
         g.sum[v] += score;
       }
+      if (T == tile_rows<NV>()) store(w.tops + j / T * width + v * W, top);
+      g.top[v] = larger(top, g.top[v]);
+    }
   });
   for (int v = 0; v < NV; v++) g.peak[v] = g.top[v];
   const int64_t parts[2][2] = {{c.a, c.plain0}, {c.plain1, c.b}};
@@ -780,7 +896,7 @@ void spoil(const Problem& p, Strip& s, const Block& block, const Cut& c, const B
       int64_t at = (j - c.a) * width + i;
       bool attends = w.logits[at] != -INF;
       // A key hidden by a finfo.min bias is attended to only by a row that sees nothing else.
-      if (p.dense.data && s.seen_any[i] && w.bias[at] <= (float)p.floor) attends = false;
+      if (w.bias && c.dense && s.seen_any[i] && w.bias[at] <= float_floor(p)) attends = false;
       if (!attends) continue;
       for (int64_t x = 0; x < p.value_dim; x++)
         if (wrong[x] != 0) s.ot[x * width + i] = nan;
@@ -788,9 +904,40 @@ void spoil(const Problem& p, Strip& s, const Block& block, const Cut& c, const B
   }
 }
 
-template <int NV, bool STATS>
+// In each lane that grew, the first of n keys whose logit is `top`. Where the tiles' largest are known
+// the tile is looked for first.
+template <int NV>
+INLINE I first_equal(const Buffers& w, int v, int64_t n, bool tiled, I grew, F top) {
+  constexpr int64_t width = NV * W, T = tile_rows<NV>();
+  const float *logits = w.logits + v * W, *tops = w.tops + v * W;
+  const int64_t tiles = tiled ? n / T : 0;
+  I index{}, tile = splat((int32_t)-1), at = splat((int32_t)n);
+  for (int64_t j = n - 1; j >= tiles * T; j--) {
+    at -= 1;
+    index = (load(logits + j * width) == top) ? at : index;
+  }
+  at = splat((int32_t)tiles);
+#pragma GCC unroll 4
+  for (int64_t t = tiles - 1; t >= 0; t--) {
+    at -= 1;
+    tile = (load(tops + t * width) == top) ? at : tile;
+  }
+  int32_t in_tile[W], found[W];
+  float tops_of[W];
+  store(in_tile, tile), store(found, index), store(tops_of, top);
+  for (uint32_t left = bits_of(grew & (tile >= 0)); left; left &= left - 1) {
+    const int i = __builtin_ctz(left);
+    const float* first = logits + in_tile[i] * T * width + i;
+    int32_t j = (int32_t)T - 1;
+    for (int32_t k = (int32_t)T - 2; k >= 0; k--) j = first[k * width] == tops_of[i] ? k : j;
+    found[i] = in_tile[i] * (int32_t)T + j;
+  }
+  return load(found);
+}
+
+template <int NV, bool STATS, int OCTAVES = 0>
 void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers& w) {
-  const Cut c = cut(p, s, block);
+  const Cut c = cut<NV>(p, s, block, w);
   if (c.a >= c.b) return;
   const int64_t width = NV * W, n = c.b - c.a;
   const bool all_plain = c.plain0 == c.a && c.plain1 == c.b;
@@ -814,7 +961,7 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
       for (int64_t j = 0; j < n;) {
         F even{}, odd{};
         const int64_t end = std::min(j + 16, n);
-        if (all_plain)
+        if (c.whole)
           for (; j + 1 < end; j += 2) {   // two sums: one would wait for itself
             F d = load(raw + j * width) - here, e = load(raw + (j + 1) * width) - here;
             even += d * d;
@@ -832,7 +979,7 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
     }
     store(state.mean + v * W, mean + gap * weight);
     store(state.count + v * W, both);
-    something |= g.top[v] > splat(-INF);
+    something |= (g.top[v] > splat(-INF)) | (g.count[v] > F{});
   }
   if (!any(something)) return;   // every key hidden
 
@@ -856,54 +1003,83 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
       store(state.rest_sq + v * W, f * f * (sq + own));
       store(state.rest_pos + v * W, f * (pos + own * __builtin_convertvector(key, F)));
     }
+    F power = f;
+    for (int o = 0; OCTAVES && o <= OCTAVES; o++) {
+      Octave& octave = s.octave[o];
+      power *= power;
+      F sum = load(octave.rest + v * W) + own;
+      F log = load(octave.rest_log + v * W), pos = load(octave.rest_pos + v * W);
+      store(octave.rest + v * W, power * sum);
+      store(octave.rest_log + v * W, power * (log + shift * sum));
+      store(octave.rest_pos + v * W, power * (pos + own * __builtin_convertvector(key, F)));
+    }
     for (int64_t x = 0; x < p.value_dim; x++) {
       float* o = s.ot + x * width + v * W;
       store(o, load(o) * f);
     }
     // The new top key, the first of equals. Its e is left out of the sums, then set to 1.
-    I index{}, position = splat((int32_t)n);
-#pragma GCC unroll 4
-    for (int64_t j = n - 1; j >= 0; j--) {
-      position -= 1;
-      I same = load(w.logits + j * width + v * W) == g.top[v];
-      index = same ? position : index;
-    }
+    const I index = first_equal<NV>(w, v, n, all_plain, grew, g.top[v]);
     store(state.key + v * W, grew ? index + splat((int32_t)c.a) : key);
     store(state.top + v * W, where(grew, g.top[v], top));
-    for (int i = 0; i < W; i++)
-      if (grew[i]) blanked[blanks++] = index[i] * width + v * W + i;
+    int32_t rows[W];
+    store(rows, index);
+    for (uint32_t left = bits_of(grew); left; left &= left - 1) {
+      const int i = __builtin_ctz(left);
+      blanked[blanks++] = rows[i] * width + v * W + i;
+    }
   }
   for (int i = 0; i < blanks; i++) w.logits[blanked[i]] = -INF;
 
   for (int v = 0; v < NV; v++) {
     F top = load(state.top + v * W);
     top = where(top == splat(-INF), F{}, top);
-    F rest{}, sq{}, log{}, pos{}, position{};
+    F rest{}, sq{}, log{}, pos{};
+    F powers[OCTAVES + 1] = {}, logs[OCTAVES + 1] = {}, places[OCTAVES + 1] = {};
     float* column = w.logits + v * W;
-    for (int64_t j = 0; j < n;) {   // sums of 32, then of those: equal terms all round one way
+    // Sums of 32 keys, then of those: in one long sum equal terms would all round one way. From the
+    // last key down, Σ e·place is the sum of the partial sums so far: an addition, no product.
+    for (int64_t start = 0; start < n; start += 32) {
       F some{}, some_sq{}, some_log{}, some_pos{};
-      const int64_t end = std::min(j + 32, n);
+      F some_powers[OCTAVES + 1] = {}, some_logs[OCTAVES + 1] = {}, some_places[OCTAVES + 1] = {};
 #pragma GCC unroll 2
-      for (; j < end; j++) {
+      for (int64_t j = std::min(start + 32, n) - 1; j >= start; j--) {
         F z = larger(splat(EXP_FLOOR), load(column + j * width) - top);
         F e = exp_floored(z);
         store(column + j * width, e);
-        some += e;
         if (STATS) {
+          some_pos += some;
           some_sq += e * e;
           some_log += e * z;
-          some_pos += e * position;
-          position += splat(1.0f);
+        }
+        some += e;
+        F power = e;
+#pragma GCC unroll 4
+        for (int o = 0; OCTAVES && o <= OCTAVES; o++) {
+          power *= power;
+          some_places[o] += some_powers[o];
+          some_powers[o] += power;
+          if (o < OCTAVES) some_logs[o] += power * z;   // only the square of the last
         }
       }
-      rest += some, sq += some_sq, log += some_log, pos += some_pos;
+      const F from = splat((float)(c.a + start));
+      rest += some, sq += some_sq, log += some_log;
+      pos += from * some + some_pos;
+      for (int o = 0; OCTAVES && o <= OCTAVES; o++) {
+        powers[o] += some_powers[o], logs[o] += some_logs[o];
+        places[o] += from * some_powers[o] + some_places[o];
+      }
+    }
+    for (int o = 0; OCTAVES && o <= OCTAVES; o++) {
+      Octave& octave = s.octave[o];
+      store(octave.rest + v * W, load(octave.rest + v * W) + powers[o]);
+      store(octave.rest_log + v * W, load(octave.rest_log + v * W) + logs[o]);
+      store(octave.rest_pos + v * W, load(octave.rest_pos + v * W) + places[o]);
     }
     store(state.rest + v * W, load(state.rest + v * W) + rest);
     if (STATS) {
       store(state.rest_sq + v * W, load(state.rest_sq + v * W) + sq);
       store(state.rest_log + v * W, load(state.rest_log + v * W) + log);
-      store(state.rest_pos + v * W,
-            load(state.rest_pos + v * W) + pos + rest * splat((float)c.a));
+      store(state.rest_pos + v * W, load(state.rest_pos + v * W) + pos);
     }
   }
   if (p.value_dim == 0) return;
@@ -966,7 +1142,8 @@ void finish(const Problem& p, const State& state, int64_t row, int64_t count, fl
     F scaling = where(sink_wins, f, one) / total;
     store(inverse + v * W, where(bad, nan, where(none, F{}, scaling)));
 
-    put(VISIBLE, __builtin_convertvector(seen, I));
+    const I visible = __builtin_convertvector(seen, I);
+    std::memcpy(p.whole + row + v * W, &visible, here * 4);
     put(LSE, where(empty, p.sinks ? sink : splat(-INF), where(bad, nan, lse)));
     put(TOP, top);
     put(LOG_MASS, where(bad, nan, where(none, F{}, log_mass)));   // NaN spoils the gradients too
@@ -981,7 +1158,8 @@ void finish(const Problem& p, const State& state, int64_t row, int64_t count, fl
     put(VARIANCE, defined(load(state.m2 + v * W) / seen));
     put(LARGEST, defined(peak));
     put(ENTROPY, defined(log1p_of(all) - all_log / total));
-    put(TOP_KEY, nothing ? splat(-1) : key);
+    const I top_key = nothing ? splat(-1) : key;
+    std::memcpy(p.whole + total_rows + row + v * W, &top_key, here * 4);
     put(MARGIN, defined(margin));
     put(COLLISION, defined((one + all_sq) / square));
     put(JACOBIAN, defined((splat(2.0f) * all + all * all - all_sq) / square));
@@ -989,6 +1167,24 @@ void finish(const Problem& p, const State& state, int64_t row, int64_t count, fl
     put(MEAN_KEY, defined(position / (one + rest)));
     if (p.sinks) put(SINK_MASS, defined(where(sink_wins, one, f) / total));
   }
+}
+
+// The same statistics of octave o: every logit is 2ᵒ⁺¹ times as large.
+void finish_octave(const Problem& p, const Strip& s, int64_t o, int64_t row) {
+  const int64_t rows = p.batch * p.heads * p.queries;
+  const float times = (float)(2 << o);
+  State state = s.state;
+  for (int i = 0; i < R; i++) {
+    state.top[i] *= times, state.peak[i] *= times, state.mean[i] *= times;
+    state.m2[i] *= times * times;
+    state.rest[i] = s.octave[o].rest[i], state.rest_sq[i] = s.octave[o + 1].rest[i];
+    state.rest_log[i] = times * s.octave[o].rest_log[i], state.rest_pos[i] = s.octave[o].rest_pos[i];
+  }
+  Problem there = p;
+  there.rows += (o + 1) * FIELDS * rows, there.whole += (o + 1) * 2 * rows;
+  there.nonfinite += (o + 1) * rows;
+  float unused[R];
+  finish<true>(there, state, row, s.count, unused);
 }
 
 // ------------------------------------------------------------------------------- forward, a task
@@ -1005,14 +1201,9 @@ Plan plan_for(const Problem& p) {
   };
   bool readable = in_place(p.key, p.dim) && (p.value_dim == 0 || in_place(p.value, p.value_dim));
   const int64_t widest = std::max(p.dim, p.value_dim);
-  plan.copy = !readable || widest > 128 || p.queries <= 2 * R;
+  plan.copy = !readable || widest > 128 || (p.queries <= 2 * R && p.keys >= 512);
   plan.keys = widest <= 128 ? 128 : 64;
-  int64_t strips = p.queries <= 256 && !plan.copy ? 2 : plan.copy || widest > 64 ? 8 : 4;
-  static const char* tune = std::getenv("SCALEDOT_TUNE");
-  if (tune) {
-    int s, k, c;
-    if (std::sscanf(tune, "%d,%d,%d", &s, &k, &c) == 3) strips = s, plan.keys = k, plan.copy = c || !readable;
-  }
+  const int64_t strips = p.queries <= 256 && !plan.copy ? 2 : plan.copy || widest > 64 ? 8 : 4;
   plan.rows = strips * R;
   return plan;
 }
@@ -1081,6 +1272,7 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
     if (careful)
       for (int j = 0; j < R; j++) s.seen_any[j] = s.state.count[j] > 0;
     s.state.clear();
+    if (p.octaves) std::memset(s.octave, 0, sizeof s.octave);
     to_columns(p.query, b, h, s.first, s.count, p.dim, s.nv * W, s.qt, w.room);
     std::memset(s.ot, 0, p.value_dim * s.nv * W * 4);
     begin = std::min(begin, s.lo_min), end = std::max(end, s.hi_max + 1);
@@ -1091,7 +1283,11 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
     if (!fetch(p, plan, w, b, kv, k0, std::min(k0 + plan.keys, end), careful, block)) continue;
     for (int64_t i = 0; i < n; i++)
       with_vectors(strips[i].nv, [&](auto nv) {
-        forward_block<decltype(nv)::value, STATS>(p, strips[i], block, w.buffers);
+        constexpr int NV = decltype(nv)::value;
+        if (p.octaves == 0) forward_block<NV, STATS>(p, strips[i], block, w.buffers);
+        else if (p.octaves == 1) forward_block<NV, true, 1>(p, strips[i], block, w.buffers);
+        else if (p.octaves == 2) forward_block<NV, true, 2>(p, strips[i], block, w.buffers);
+        else forward_block<NV, true, 3>(p, strips[i], block, w.buffers);
       });
   }
   bool suspicious = false;
@@ -1100,6 +1296,7 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
     const int64_t row = (b * p.heads + h) * p.queries + s.first;
     float inverse[R];
     finish<STATS>(p, s.state, row, s.count, inverse);
+    for (int64_t o = 0; o < p.octaves; o++) finish_octave(p, s, o, row);
     if (p.value_dim == 0) continue;
     suspicious |= to_rows(s.ot, s.nv * W, s.count, p.value_dim, inverse, p.out + row * p.value_dim,
                           p.value_dim);
@@ -1112,14 +1309,16 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
 
 Workspace workspace(const Problem& p, const Plan& plan, int64_t strip_count, Strip*& strips) {
   const int64_t lanes = plan.keys * R, rows = strip_count * R;
-  memory.reserve((rows * (p.dim + p.value_dim) + 4 * lanes + plan.keys * (p.dim + 2 * p.value_dim) +
+  memory.reserve((rows * (p.dim + p.value_dim) + 5 * lanes + plan.keys * (p.dim + 2 * p.value_dim) +
                   W * (p.dim + p.value_dim)) * 4 + strip_count * sizeof(Strip) + 64 * 128);
   Workspace w;
   strips = (Strip*)memory.floats(strip_count * sizeof(Strip) / 4);
   w.buffers.raw = memory.floats(lanes);
   bool apart = p.softcap != 0 || (p.dense.data && p.dense.dtype != BOOL);
   w.buffers.logits = apart ? memory.floats(lanes) : w.buffers.raw;
-  w.buffers.bias = p.dense.data ? memory.floats(lanes) : nullptr;
+  w.buffers.bias = p.dense.data && p.dense.dtype != BOOL ? memory.floats(lanes) : nullptr;
+  w.buffers.allowed = p.dense.data && p.dense.dtype == BOOL ? (uint8_t*)memory.floats(lanes / 4 + W) : nullptr;
+  w.buffers.tops = memory.floats(lanes / 4 + R);
   w.buffers.slope = nullptr;
   w.k = memory.floats(plan.keys * p.dim);
   w.v = memory.floats(plan.keys * p.value_dim);
@@ -1224,8 +1423,7 @@ void strip_gradient(const Problem& p, const Strip& s, const Block& block, const 
   if (c.b > c.plain1) masked<NV>(p, s, block, c, c.plain1, c.b, w, unused);
   product<NV>(value, block.ldv, n, s.ot, width, p.value_dim, 1.0f, m.dp, width);
 
-  const bool all_plain = c.plain0 == c.a && c.plain1 == c.b;
-  const F floor = splat((float)p.floor);
+  const F floor = splat(float_floor(p));
   for (int v = 0; v < NV; v++) {
     const F top = load(s.state.top + v * W), log_mass = load(s.state.rest_log + v * W);
     const F level = load(s.state.mean + v * W), d_entropy = load(s.state.m2 + v * W);
@@ -1239,10 +1437,10 @@ void strip_gradient(const Problem& p, const Strip& s, const Block& block, const 
       F weight = exp_floored(z);
       if (m.careful) weight = wrong ? splat(std::numeric_limits<float>::quiet_NaN()) : weight;
       F ds = weight * (load(m.dp + at) - level - d_entropy * z);
-      if (!all_plain) {
+      if (!c.whole) {
         I visible = logit != splat(-INF);
         // Only a row that sees nothing attends to what a finfo.min bias leaves it.
-        if (p.dense.data) visible &= ~((load(w.bias + at) <= floor) & counted);
+        if (c.dense && w.bias) visible &= ~((load(w.bias + at) <= floor) & counted);
         weight = where(visible, weight);
         ds = where(visible, ds);
       }
@@ -1324,7 +1522,8 @@ void backward_head(const Problem& p, const Plan& plan, int64_t b, int64_t h, int
       int64_t used0 = g1, used1 = g0;       // strips that see the block
       for (int64_t i = g0; i < g1; i++) {
         Strip& s = m.strips[i];
-        const Cut c = cut(p, s, block);
+        Cut c;
+        with_vectors(s.nv, [&](auto nv) { c = cut<decltype(nv)::value>(p, s, block, w.buffers); });
         const int64_t lane0 = s.first - first_row, width = s.nv * W;
         if (c.a < c.b) used0 = std::min(used0, i), used1 = i + 1;
         const int64_t a = c.a < c.b ? c.a : block.k1, end_seen = c.a < c.b ? c.b : block.k1;
@@ -1427,7 +1626,8 @@ void backward(const Problem& p) {
     m.q_rows = memory.floats(p.queries * k_width);
     m.g_rows = memory.floats(p.queries * v_width);
     w.buffers.raw = w.buffers.logits = memory.floats(lanes);
-    w.buffers.bias = p.dense.data ? memory.floats(lanes) : nullptr;
+    w.buffers.bias = p.dense.data && p.dense.dtype != BOOL ? memory.floats(lanes) : nullptr;
+    w.buffers.allowed = p.dense.data && p.dense.dtype == BOOL ? (uint8_t*)memory.floats(lanes / 4 + W) : nullptr;
     w.buffers.slope = p.softcap != 0 ? memory.floats(lanes) : nullptr;
     m.dp = memory.floats(lanes);
     m.p = memory.floats(plan.keys * ROWS_AT_ONCE);
@@ -1550,10 +1750,10 @@ void masked_row(const Problem& p, const Block& block, int64_t b, int64_t h, int6
     if (dense) {
       const float bias = read(dense + x * step, p.dense.dtype);
       visible &= bias != -INF;
-      const bool low = bias <= (float)p.floor;
+      const bool low = bias <= float_floor(p);
       counted = visible && !low;
       if (low && !std::isfinite(logit)) logit = 0;
-      logit += bias < LOWEST ? LOWEST : bias;
+      logit += bias;
       if (counted) poison += logit - logit;
     }
     if (!counted) raw[x] = -INF;
@@ -1768,7 +1968,7 @@ PUBLIC int64_t scaledot_peak(int64_t times, float* out) {
 }
 
 PUBLIC void scaledot_forward(const Problem* p) {
-  const bool few = p->keys >= 32 && (p->queries <= 2 || (p->queries <= 16 && p->batch * p->heads < p->threads));
+  const bool few = p->keys >= 32 && !p->octaves && (p->queries <= 2 || (p->queries <= 16 && p->batch * p->heads < p->threads));
   if (p->statistics) few ? decode<true>(*p) : forward<true>(*p);
   else few ? decode<false>(*p) : forward<false>(*p);
 }

@@ -1,6 +1,6 @@
-"""The CPU kernel in C++ (native.cpp): output and statistics in one pass, forward and backward.
+"""The CPU kernel in C++ (native.cpp): output and every statistic in one pass, forward and backward.
 
-This module finds the compiled libraries beside itself, picks one for this processor, describes a
+This module finds the compiled libraries beside itself, picks the one for this processor, describes a
 problem to it in one struct, and gives its results as `RowStats`. `SCALEDOT_ISA=baseline` or `avx2`
 forces a variant. `available()` says in one line why there is none, and nothing else here may be
 called then.
@@ -25,14 +25,14 @@ from scaledot.kernels import Gradients, Terms
 from scaledot.masks import Visibility
 from scaledot.rows import RowStats
 
-FIELDS = 14
-"""Statistics a row in the packed result, in the order of native.cpp's `enum Field`."""
+FLOATS = 12
+"""Float statistics of a row, in the order of native.cpp's `enum Field`."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK_DTYPES = DTYPES | {torch.bool: 3, torch.float64: 4}
 _VARIANTS = ("avx2", "baseline")
-_LAYOUT = struct.Struct("=7q3d3q42q6q10q4q")
-_NOTHING, _NO_MASK, _FORWARD_ONLY = (0,) * 6, (0,) * 25, (0,) * 14
+_NOTHING, _NO_MASK = (0,) * 6, (0,) * 25
+_LAYOUT = struct.Struct("=7q3d3q42q8q10q4q")
 
 
 class _Missing(Exception):
@@ -40,15 +40,8 @@ class _Missing(Exception):
 
 
 @cache
-def _library() -> ctypes.CDLL | str:
-    """The variant for this processor, or the one that SCALEDOT_ISA names; or why there is none."""
-    try:
-        return _load()
-    except _Missing as reason:
-        return str(reason)
-
-
-def _load() -> ctypes.CDLL:
+def _library() -> ctypes.CDLL:
+    """The variant for this processor, or the one that SCALEDOT_ISA names."""
     folder = Path(__file__).parent
     wanted = os.environ.get("SCALEDOT_ISA", "")
     if wanted and wanted not in _VARIANTS:
@@ -62,9 +55,7 @@ def _load() -> ctypes.CDLL:
             wanted = "avx2" if library.scaledot_supports_avx2() and "avx2" in found else "baseline"
         if wanted == "avx2":
             if not library.scaledot_supports_avx2() or "avx2" not in found:
-                raise _Missing(
-                    "SCALEDOT_ISA is 'avx2', which this processor or build does not have"
-                )
+                raise _Missing("SCALEDOT_ISA is 'avx2': this processor or build has none")
             library = _open(found["avx2"])
     except OSError as error:
         raise _Missing(f"its library does not load: {error}") from None
@@ -103,36 +94,33 @@ def _torch_pool() -> int | None:
 
 def available() -> str | None:
     """None where the kernel can be used, else the reason in one line."""
-    library = _library()
-    return library if isinstance(library, str) else None
+    try:
+        _library()
+    except _Missing as reason:
+        return str(reason)
+    return None
 
 
 def reason(device: str, dtype: torch.dtype, dropout: bool) -> str | None:
     """Why this kernel cannot compute such a problem, in one line; None where it can."""
     if (missing := available()) is not None:
-        return f"kernel 'native' is not there: {missing}"
+        return f'kernel "native" is not there: {missing}'
     if device != "cpu":
-        return f'kernel \'native\' runs on a CPU, not on {device}: pass kernel="tiled" or "auto"'
+        return f'kernel "native" runs on a CPU, not on {device}: pass kernel="tiled" or "auto"'
     if dtype not in DTYPES:
         return (
-            f"kernel 'native' takes float32, bfloat16 and float16, not {dtype}: "
+            f'kernel "native" takes float32, bfloat16 and float16, not {dtype}: '
             'pass kernel="tiled" or "auto"'
         )
     if dropout:
-        return 'kernel \'native\' has no dropout: pass kernel="tiled" or "auto"'
+        return 'kernel "native" has no dropout: pass kernel="tiled" or "auto"'
     return None
 
 
 def info() -> dict[str, str]:
     """Which variant is loaded and whose threads it uses. Only where `available()` is None."""
     pool = "torch's" if _torch_pool() else "its own"
-    return {"isa": _loaded().scaledot_isa().decode(), "threads": pool}
-
-
-def _loaded() -> ctypes.CDLL:
-    library = _library()
-    assert not isinstance(library, str), library
-    return library
+    return {"isa": _library().scaledot_isa().decode(), "threads": pool}
 
 
 def output(
@@ -145,15 +133,14 @@ def output(
     """The output of `forward` alone."""
     batch, heads, queries, _ = query.shape
     rows = batch * heads * queries
-    out = torch.empty((batch, heads, queries, value.shape[3]), dtype=torch.float32)
+    out = torch.empty((batch, heads, queries, value.shape[3]))
     if rows:
-        # What a row is summed up in while it is computed, and a byte a row.
-        scratch = torch.empty(FIELDS * rows + (rows + 3) // 4, dtype=torch.float32)
+        # What the kernel sums a row up in, floats, integers and a flag: nobody looks at it.
+        scratch = torch.empty((FLOATS + 2) * rows + (rows + 3) // 4)
         start = scratch.data_ptr()
-        problem, _kept = _problem(
-            query, key, value, seen, terms, out, start, start + 4 * FIELDS * rows, 0, ()
-        )
-        _loaded().scaledot_forward(problem)
+        results = (start, start + 4 * FLOATS * rows, start + 4 * (FLOATS + 2) * rows)
+        problem, _kept = _problem(query, key, value, seen, terms, out, results)
+        _library().scaledot_forward(problem)
     return out
 
 
@@ -176,40 +163,69 @@ def forward(
     Without `statistics`, only visible, lse and nonfinite of the rows are defined.
     Raises: ValueError for dropout and for a dtype other than float32, bfloat16 and float16.
     """
-    batch, heads, queries, _ = query.shape
-    packed = torch.empty((FIELDS, batch, heads, queries), dtype=torch.float32)
-    nonfinite = torch.empty((batch, heads, queries), dtype=torch.bool)
-    out = None
-    if value is not None:
-        out = torch.empty((batch, heads, queries, value.shape[3]), dtype=torch.float32)
-    if batch and heads and queries:
-        problem, _kept = _problem(
-            query, key, value, seen, terms, out, packed.data_ptr(), nonfinite.data_ptr(),
-            int(statistics), (),
-        )  # fmt: skip
-        _loaded().scaledot_forward(problem)
-    (visible, mean, variance, largest, lse, entropy, top_key, margin, collision, jacobian, mean_key,
-     sink_mass, top, log_mass) = packed.unbind()  # fmt: skip
-    stats = RowStats(
-        visible.view(torch.int32), mean, variance, largest, lse, entropy,
-        top_key.view(torch.int32), margin, collision, jacobian, mean_key, nonfinite,
-        None if terms.sinks is None else sink_mass, "native",
-    )  # fmt: skip
-    return out, stats, top, log_mass
+    numbers, whole, nonfinite = _results(query, 1)
+    out = None if value is None else torch.empty((*query.shape[:3], value.shape[3]))
+    if nonfinite.numel():
+        results = (numbers.data_ptr(), whole.data_ptr(), nonfinite.data_ptr())
+        problem, _kept = _problem(query, key, value, seen, terms, out, results, int(statistics))
+        _library().scaledot_forward(problem)
+    return out, *_rows(numbers[0], whole[0], nonfinite[0], terms)
 
 
-def sweep(
+def row_stats(
     query: Float[Tensor, "batch heads queries dim"],
     key: Float[Tensor, "batch kv_heads keys dim"],
     seen: Visibility,
     terms: Terms,
-    factors: Sequence[float],
-) -> list[RowStats]:
-    """Row statistics at scale·factor for each factor: one run each, still far below `tiled`."""
-    return [
-        forward(query, key, None, seen, replace(terms, scale=terms.scale * factor))[1]
-        for factor in factors
-    ]
+    factors: Sequence[float] = (1.0,),
+) -> tuple[RowStats, ...]:
+    """Row statistics alone, without values, at each of `factors` times the scale.
+
+    Factors an octave apart share one QKᵀ and one exponential: e^(2βz) is the square of e^(βz). A
+    soft-cap or an additive mask, which do not grow with the scale, cost a pass a factor.
+
+    Source: docs/maths.md#scales.
+    """
+    done: dict[float, RowStats] = {}
+    together = terms.softcap is None and seen.bias is None
+    for factor in sorted(factors, key=abs):
+        if factor in done:
+            continue
+        octaves = max((n for n in (1, 2, 3) if factor * 2**n in factors), default=0)
+        octaves = octaves if together and factor else 0
+        part = replace(terms, scale=terms.scale * factor)
+        numbers, whole, nonfinite = _results(query, octaves + 1)
+        if nonfinite.numel():
+            results = (numbers.data_ptr(), whole.data_ptr(), nonfinite.data_ptr())
+            problem, _kept = _problem(query, key, None, seen, part, None, results, 1, octaves)
+            _library().scaledot_forward(problem)
+        for n in range(octaves + 1):
+            done[factor * 2**n] = _rows(numbers[n], whole[n], nonfinite[n], terms)[0]
+    return tuple(done[factor] for factor in factors)
+
+
+def _results(query: Tensor, times: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for native.cpp's statistics: floats, integers and flags of every row."""
+    shape = query.shape[:3]
+    return (
+        torch.empty((times, FLOATS, *shape)),
+        torch.empty((times, 2, *shape), dtype=torch.int32),
+        torch.empty((times, *shape), dtype=torch.bool),
+    )
+
+
+def _rows(
+    numbers: Tensor, whole: Tensor, nonfinite: Tensor, terms: Terms
+) -> tuple[RowStats, Tensor, Tensor]:
+    """(row statistics, top, log_mass) as views of what native.cpp wrote."""
+    (mean, variance, largest, lse, entropy, margin, collision, jacobian, mean_key, sink_mass, top,
+     log_mass) = numbers.unbind()  # fmt: skip
+    visible, top_key = whole.unbind()
+    rows = RowStats(
+        visible, mean, variance, largest, lse, entropy, top_key, margin, collision, jacobian,
+        mean_key, nonfinite, None if terms.sinks is None else sink_mass, "native",
+    )  # fmt: skip
+    return rows, top, log_mass
 
 
 def backward(
@@ -257,26 +273,14 @@ def backward(
         d_sinks = torch.where(counted, log_p.exp() * slope, 0.0).sum((0, 2))
     top, log_mass, counted = top.contiguous(), log_mass.contiguous(), counted.contiguous()
     if d_query.numel() and key.shape[2]:
-        addresses = tuple(
-            0 if x is None else x.data_ptr()
-            for x in (
-                d_out,
-                level,
-                d_entropy,
-                top,
-                log_mass,
-                counted,
-                d_query,
-                d_key,
-                d_value,
-                d_bias,
-            )
-        )
-        strides = (0,) * 4 if d_bias is None else _array(d_bias)[2:]
+        read = (d_out, level, d_entropy, top, log_mass, counted)
+        written = (d_query, d_key, d_value, d_bias)
+        addresses = (0 if x is None else x.data_ptr() for x in (*read, *written))
+        strides = (0,) * 4 if d_bias is None else _broadcast(d_bias)[2:]
         problem, _kept = _problem(
-            query, key, value, seen, terms, None, 0, 0, 0, (*addresses, *strides)
+            query, key, value, seen, terms, None, backward=(*addresses, *strides)
         )
-        _loaded().scaledot_backward(problem)
+        _library().scaledot_backward(problem)
     else:
         d_query.zero_()
     return Gradients(d_query, d_key, d_value, d_bias, d_sinks)
@@ -284,7 +288,8 @@ def backward(
 
 def _problem(
     query: Tensor, key: Tensor, value: Tensor | None, seen: Visibility, terms: Terms,
-    out: Tensor | None, rows: int, flags: int, statistics: int, backward: tuple[int, ...],
+    out: Tensor | None, results: tuple[int, int, int] = (0, 0, 0), statistics: int = 0,
+    octaves: int = 0, backward: tuple[int, ...] = (0,) * 14,
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:  # fmt: skip
     """native.cpp's `Problem`, and the tensors that must live as long as it is used."""
     if terms.dropout_p or query.dtype not in DTYPES:
@@ -299,46 +304,39 @@ def _problem(
         seen.offset, -1 if left is None else left, -1 if right is None else right,
         query.data_ptr(), DTYPES[query.dtype], *query.stride(),
         key.data_ptr(), DTYPES[key.dtype], *key.stride(),
+        *(_NOTHING if value is None else (value.data_ptr(), DTYPES[value.dtype], *value.stride())),
     )  # fmt: skip
-    values = _NOTHING if value is None else (value.data_ptr(), DTYPES[value.dtype], *value.stride())
     tail = (
-        0 if out is None else out.data_ptr(), rows, flags, statistics, torch.get_num_threads(),
-        *(backward or _FORWARD_ONLY),
+        0 if out is None else out.data_ptr(), *results, statistics, octaves,
+        torch.get_num_threads(), *backward,
     )  # fmt: skip
     dense = seen.allowed if seen.bias is None else seen.bias
     if seen.keep is None and seen.segments is None and dense is None and terms.sinks is None:
-        return _LAYOUT.pack(*head, *values, *_NO_MASK, *tail), ()
+        return _LAYOUT.pack(*head, *_NO_MASK, *tail), ()
     keep = None if seen.keep is None else seen.keep.contiguous()
     query_ids, key_ids = (None, None) if seen.segments is None else _small_ids(*seen.segments)
     sinks = None if terms.sinks is None else terms.sinks.detach().to(torch.float32).contiguous()
     numbers = _LAYOUT.pack(
-        *head, *values, *_per_key(keep), *_per_key(query_ids), *_per_key(key_ids), *_array(dense),
+        *head,
+        *(_NOTHING if keep is None else _per_key(keep)),
+        *(_NOTHING if query_ids is None else _per_key(query_ids)),
+        *(_NOTHING if key_ids is None else _per_key(key_ids)),
+        *(_NOTHING if dense is None else _broadcast(dense)),
         0 if sinks is None else sinks.data_ptr(), *tail,
     )  # fmt: skip
     return numbers, (keep, query_ids, key_ids, dense, sinks)
 
 
-def _array(x: Tensor | None) -> tuple[int, ...]:
-    """An `Array`: address, dtype, strides; 0 along an axis that is broadcast."""
-    if x is None:
-        return (0,) * 6
-    return (
-        x.data_ptr(), _MASK_DTYPES[x.dtype],
-        *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)),
-    )  # fmt: skip
+def _broadcast(x: Tensor) -> tuple[int, ...]:
+    """native.cpp's `Array`: address, dtype, strides; 0 along an axis that is broadcast."""
+    strides = (0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), _MASK_DTYPES[x.dtype], *strides
 
 
-def _per_key(x: Tensor | None) -> tuple[int, ...]:
-    if x is None:
-        return (0,) * 6
-    return (
-        x.data_ptr(),
-        5 if x.dtype == torch.int32 else 3,
-        0 if x.shape[0] == 1 else x.shape[1],
-        0,
-        0,
-        1,
-    )
+def _per_key(x: Tensor) -> tuple[int, ...]:
+    """A contiguous (batch or 1, keys) table as an `Array`."""
+    batch = 0 if x.shape[0] == 1 else x.shape[1]
+    return x.data_ptr(), 5 if x.dtype == torch.int32 else 3, batch, 0, 0, 1
 
 
 def _small_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
