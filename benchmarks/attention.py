@@ -1,11 +1,11 @@
 """The table of speeds: the native kernel, with all statistics, against torch's fused attention.
 
-    python benchmarks/attention.py [--quick] [--threads 1 2] [--only forward decode …] [--json OUT]
+    python benchmarks/attention.py [--quick] [--threads 1 2] [--only forward …] [--json OUT]
 
 Every line is one comparison in this process: the two sides take turns, so that a busy machine slows
 both, and the ratio is of their fastest runs (beside it the ratio of the medians). Below 1 is faster
-than torch. "peak" is the measured multiply-add peak of one thread; its share counts the flops of the
-matrix products only (4·d a visible score forward, 10·d backward).
+than torch. "peak" is the measured multiply-add peak of one thread; its share counts the flops of
+the matrix products only (4·d a visible score forward, 10·d backward).
 """
 
 # ruff: noqa: B023 — every lambda runs before its loop goes on
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaledot import checks
-from scaledot.kernels import native, tiled
+from scaledot.kernels import Terms, native
 from scaledot.masks import resolve
 from scaledot.rows import RowStats
 
@@ -74,7 +74,7 @@ def kernel(
     """A call of the native kernel, checked once."""
     p = checks.problem(q, k, v, enable_gqa=True)
     seen = resolve(p, mask, causal)
-    terms = tiled.Terms(p.scale, p.softcap, p.sinks, 0.0, 0)
+    terms = Terms(p.scale, p.softcap, p.sinks, 0.0, 0)
     return lambda **more: native.forward(p.query, p.key, p.value, seen, terms, **more)
 
 
@@ -132,10 +132,10 @@ def statistics_cost(quick: bool, seconds: float) -> Iterator[Line]:
             kernel(q, k, None), seconds=seconds,
         )  # fmt: skip
         p = checks.problem(q, k, v)
-        seen, terms = resolve(p), tiled.Terms(p.scale, None, None, 0.0, 0)
+        seen, terms = resolve(p), Terms(p.scale, None, None, 0.0, 0)
         yield compare(
-            "four scales, against one", shape, lambda: native.row_stats(q, k, seen, terms),
-            lambda: native.row_stats(q, k, seen, terms, (1.0, 2.0, 4.0, 8.0)), seconds=seconds,
+            "four scales, against one", shape, lambda: native.sweep(q, k, seen, terms, (1.0,)),
+            lambda: native.sweep(q, k, seen, terms, (1.0, 2.0, 4.0, 8.0)), seconds=seconds,
         )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def backward(quick: bool, seconds: float) -> Iterator[Line]:
         for causal in (False, True):
             with torch.no_grad():
                 p = checks.problem(q, k, v)
-                seen, terms = resolve(p, None, causal), tiled.Terms(p.scale, None, None, 0.0, 0)
+                seen, terms = resolve(p, None, causal), Terms(p.scale, None, None, 0.0, 0)
                 out, rows, top, mass = native.forward(q, k, v, seen, terms)
                 d_out, d_lse, d_entropy = (torch.randn_like(x) for x in (out, top, top))
                 counted = rows.visible > 0
@@ -250,7 +250,7 @@ WORKS = {
 
 def peak() -> float:
     """Multiply-adds of one thread, GFLOP/s, the best of several."""
-    run = native._library().scaledot_peak
+    run = native._loaded().scaledot_peak
     run.argtypes, run.restype = [ctypes.c_int64, ctypes.c_void_p], ctypes.c_int64
     room = torch.empty(12 * 16)
     best = 0.0

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import LOWEST, MASKS, assert_as_trace, inputs, masks
 
+from oracle import LOWEST, MASKS, assert_as_trace, inputs, masks
 from scaledot import checks
-from scaledot.kernels import native, tiled
+from scaledot.kernels import Terms, native, tiled
 from scaledot.masks import Mask, resolve
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,7 +52,7 @@ def two_threads():
 def problem(q, k, v, attn_mask=None, *, is_causal=False, window=None, **arguments):
     p = checks.problem(q, k, v, **arguments)
     seen = resolve(p, attn_mask, is_causal, window)
-    return p, seen, tiled.Terms(p.scale, p.softcap, p.sinks, 0.0, 0)
+    return p, seen, Terms(p.scale, p.softcap, p.sinks, 0.0, 0)
 
 
 def attend(q, k, v, attn_mask=None, *, return_stats=False, **arguments):
@@ -237,7 +237,7 @@ def test_a_scale_sweep_is_the_oracles_at_each_scale(variant, mask, sink):
     sinks = torch.linspace(-3, 3, 6) if sink else None
     arguments = masks(**SHAPE)[mask]
     p, seen, terms = problem(q, k, v, sinks=sinks, scale=1 / 9, **arguments, **GROUPED)
-    swept = native.row_stats(p.query, p.key, seen, terms, factors)
+    swept = native.sweep(p.query, p.key, seen, terms, factors)
     assert len(swept) == len(factors)
     for factor, rows in zip(factors, swept, strict=True):
         is_the_oracles(
@@ -446,12 +446,12 @@ def test_memory_is_linear():
     code = """
 import resource, torch
 from scaledot import checks
-from scaledot.kernels import native, tiled
+from scaledot.kernels import Terms, native
 from scaledot.masks import resolve
 torch.set_num_threads(1)
 q = torch.randn(1, 1, 32768, 4)
 p = checks.problem(q, q, q)
-seen, terms = resolve(p, None, True), tiled.Terms(p.scale, None, None, 0.0, 0)
+seen, terms = resolve(p, None, True), Terms(p.scale, None, None, 0.0, 0)
 few = q[:, :, :64]
 native.forward(few, few, few, resolve(checks.problem(few, few, few), None, True), terms)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -190,14 +190,14 @@ def row_stats(
     scaled = checks.factors(factors)
     with torch.no_grad():
         if _traced():
-            sweep = tuple(
+            sweep = [
                 _rows_alone(kernel, p.query, p.key, seen, replace(terms, scale=terms.scale * x))
                 for x in scaled
-            )
+            ]
         else:
-            sweep = operators.implementation(kernel).row_stats(p.query, p.key, seen, terms, scaled)
+            sweep = operators.implementation(kernel).sweep(p.query, p.key, seen, terms, scaled)
     if not p.plain:
-        sweep = tuple(rows.map(p.restore) for rows in sweep)
+        sweep = [rows.map(p.restore) for rows in sweep]
     stacked: dict[str, Any] = dict.fromkeys(_FIELDS)
     for name in _FIELDS:
         if getattr(sweep[0], name) is not None:
@@ -216,7 +216,7 @@ def _rows_alone(
         rows = _run(kernel, query, key, value, seen, terms, True)[1]
         assert rows is not None  # asked for
         return rows
-    return operators.implementation(kernel).row_stats(query, key, seen, terms)[0]
+    return operators.implementation(kernel).forward(query, key, None, seen, terms)[1]
 
 
 def _traced() -> bool:

@@ -53,7 +53,7 @@ GIB = 1 << 30
 TOLERANCE = 8
 """An observed model's output differs from its own by rounding alone: by at most this many eps of
 its dtype for each attention call, times the largest output. One attention of ours and one of
-torch's are each within 4 eps of the exact one (dispatch.ABSOLUTE_BOUND), and a residual stream adds
+torch's are each within 4 eps of the exact one (dispatch.error_bound), and a residual stream adds
 up the calls; the largest seen over tests/test_families.py is 1.6 a call."""
 
 _ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)

@@ -14,7 +14,7 @@ for `backward`: the weight of a key is exp(logit − top − log_mass).
 
     output(query, key, value, seen, terms) → output alone, where nobody asks for more
 
-    row_stats(query, key, seen, terms, factors=(1.0,)) → rows at scale·factor, for each factor
+    sweep(query, key, seen, terms, factors) → rows at scale·factor, for each factor
 
     backward(query, key, value, seen, terms, top, log_mass, entropy, counted, out,
              d_out, d_lse, d_entropy, bias_gradient) → Gradients

@@ -181,13 +181,15 @@ INLINE F exp_floored(F z) {
   F middle = splat(4.166838899e-02f) * r + splat(1.666652113e-01f);
   F low = splat(4.999999404e-01f) * r + splat(1.0f);
   F p = ((high * square + middle) * square + low) * r + splat(1.0f);
-  return p * (F)((I)shifted << 23);
+  F e = p * (F)((I)shifted << 23);
+  PIN(e);   // rounded here: fused into a sum it would not be the e that weighs V
+  return e;
 }
 
 INLINE F exp_of(F z) { return exp_floored(larger(splat(EXP_FLOOR), z)); }
 
-// ln(x), x a positive normal number.
-INLINE F log_of(F x) {
+// ln(x), x a positive normal number. Not inlined, so that it rounds the same wherever it is used.
+__attribute__((noinline)) F log_of(F x) {
   I bits = (I)x;
   I half = (bits & 0x007fffff) > 0x003504f3;  // above √2, count it to the next power of two
   F e = __builtin_convertvector((bits >> 23) - 127 - half, F);
@@ -209,7 +211,7 @@ INLINE F log_of(F x) {
 }
 
 // ln(1 + x), x ≥ 0, relative accuracy for small x too.
-INLINE F log1p_of(F x) {
+__attribute__((noinline)) F log1p_of(F x) {
   F u = splat(1.0f) + x;
   return log_of(u) + (x - (u - splat(1.0f))) / u;
 }

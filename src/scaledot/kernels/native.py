@@ -1,6 +1,6 @@
-"""The CPU kernel in C++ (native.cpp): output and every statistic in one pass, forward and backward.
+"""The CPU kernel in C++ (native.cpp): output and statistics in one pass, forward and backward.
 
-This module finds the compiled libraries beside itself, picks the one for this processor, describes a
+This module finds the compiled libraries beside itself, picks one for this processor, describes a
 problem to it in one struct, and gives its results as `RowStats`. `SCALEDOT_ISA=baseline` or `avx2`
 forces a variant. `available()` says in one line why there is none, and nothing else here may be
 called then.
@@ -31,8 +31,10 @@ FLOATS = 12
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK_DTYPES = DTYPES | {torch.bool: 3, torch.float64: 4}
 _VARIANTS = ("avx2", "baseline")
-_NOTHING, _NO_MASK = (0,) * 6, (0,) * 25
+OCTAVES = 3
+"""Doublings of the scale that one run computes at most, native.cpp's MAX_OCTAVES."""
 _LAYOUT = struct.Struct("=7q3d3q42q8q10q4q")
+_NOTHING, _NO_MASK, _FORWARD_ONLY = (0,) * 6, (0,) * 25, (0,) * 14
 
 
 class _Missing(Exception):
@@ -40,8 +42,15 @@ class _Missing(Exception):
 
 
 @cache
-def _library() -> ctypes.CDLL:
-    """The variant for this processor, or the one that SCALEDOT_ISA names."""
+def _library() -> ctypes.CDLL | str:
+    """The variant for this processor, or the one that SCALEDOT_ISA names; or why there is none."""
+    try:
+        return _load()
+    except _Missing as reason:
+        return str(reason)
+
+
+def _load() -> ctypes.CDLL:
     folder = Path(__file__).parent
     wanted = os.environ.get("SCALEDOT_ISA", "")
     if wanted and wanted not in _VARIANTS:
@@ -94,33 +103,36 @@ def _torch_pool() -> int | None:
 
 def available() -> str | None:
     """None where the kernel can be used, else the reason in one line."""
-    try:
-        _library()
-    except _Missing as reason:
-        return str(reason)
-    return None
+    library = _library()
+    return library if isinstance(library, str) else None
 
 
 def reason(device: str, dtype: torch.dtype, dropout: bool) -> str | None:
     """Why this kernel cannot compute such a problem, in one line; None where it can."""
     if (missing := available()) is not None:
-        return f'kernel "native" is not there: {missing}'
+        return f"kernel 'native' is not there: {missing}"
     if device != "cpu":
-        return f'kernel "native" runs on a CPU, not on {device}: pass kernel="tiled" or "auto"'
+        return f'kernel \'native\' runs on a CPU, not on {device}: pass kernel="tiled" or "auto"'
     if dtype not in DTYPES:
         return (
-            f'kernel "native" takes float32, bfloat16 and float16, not {dtype}: '
+            f"kernel 'native' takes float32, bfloat16 and float16, not {dtype}: "
             'pass kernel="tiled" or "auto"'
         )
     if dropout:
-        return 'kernel "native" has no dropout: pass kernel="tiled" or "auto"'
+        return 'kernel \'native\' has no dropout: pass kernel="tiled" or "auto"'
     return None
 
 
 def info() -> dict[str, str]:
     """Which variant is loaded and whose threads it uses. Only where `available()` is None."""
     pool = "torch's" if _torch_pool() else "its own"
-    return {"isa": _library().scaledot_isa().decode(), "threads": pool}
+    return {"isa": _loaded().scaledot_isa().decode(), "threads": pool}
+
+
+def _loaded() -> ctypes.CDLL:
+    library = _library()
+    assert not isinstance(library, str), library
+    return library
 
 
 def output(
@@ -131,16 +143,9 @@ def output(
     terms: Terms,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """The output of `forward` alone."""
-    batch, heads, queries, _ = query.shape
-    rows = batch * heads * queries
-    out = torch.empty((batch, heads, queries, value.shape[3]))
-    if rows:
-        # What the kernel sums a row up in, floats, integers and a flag: nobody looks at it.
-        scratch = torch.empty((FLOATS + 2) * rows + (rows + 3) // 4)
-        start = scratch.data_ptr()
-        results = (start, start + 4 * FLOATS * rows, start + 4 * (FLOATS + 2) * rows)
-        problem, _kept = _problem(query, key, value, seen, terms, out, results)
-        _library().scaledot_forward(problem)
+    out = torch.empty((*query.shape[:3], value.shape[3]))
+    results = _results(query, 1)  # what a row is summed up in while it is computed
+    _run(query, key, value, seen, terms, out, results, statistics=0)
     return out
 
 
@@ -163,49 +168,41 @@ def forward(
     Without `statistics`, only visible, lse and nonfinite of the rows are defined.
     Raises: ValueError for dropout and for a dtype other than float32, bfloat16 and float16.
     """
-    numbers, whole, nonfinite = _results(query, 1)
+    results = _results(query, 1)
     out = None if value is None else torch.empty((*query.shape[:3], value.shape[3]))
-    if nonfinite.numel():
-        results = (numbers.data_ptr(), whole.data_ptr(), nonfinite.data_ptr())
-        problem, _kept = _problem(query, key, value, seen, terms, out, results, int(statistics))
-        _library().scaledot_forward(problem)
-    return out, *_rows(numbers[0], whole[0], nonfinite[0], terms)
+    _run(query, key, value, seen, terms, out, results, statistics=int(statistics))
+    return out, *_rows(results, 0, terms)
 
 
-def row_stats(
+def sweep(
     query: Float[Tensor, "batch heads queries dim"],
     key: Float[Tensor, "batch kv_heads keys dim"],
     seen: Visibility,
     terms: Terms,
-    factors: Sequence[float] = (1.0,),
-) -> tuple[RowStats, ...]:
-    """Row statistics alone, without values, at each of `factors` times the scale.
+    factors: Sequence[float],
+) -> list[RowStats]:
+    """Row statistics alone, at scale·factor for each factor.
 
-    Factors an octave apart share one QKᵀ and one exponential: e^(2βz) is the square of e^(βz). A
-    soft-cap or an additive mask, which do not grow with the scale, cost a pass a factor.
-
-    Source: docs/maths.md#scales.
+    Factors an octave apart share one QKᵀ and one exponential: e^(2βz) is the square of e^(βz). With
+    a soft-cap or an additive mask, which do not grow with the scale, each factor is a run.
     """
     done: dict[float, RowStats] = {}
     together = terms.softcap is None and seen.bias is None
     for factor in sorted(factors, key=abs):
         if factor in done:
             continue
-        octaves = max((n for n in (1, 2, 3) if factor * 2**n in factors), default=0)
+        octaves = max((n for n in range(1, OCTAVES + 1) if factor * 2**n in factors), default=0)
         octaves = octaves if together and factor else 0
-        part = replace(terms, scale=terms.scale * factor)
-        numbers, whole, nonfinite = _results(query, octaves + 1)
-        if nonfinite.numel():
-            results = (numbers.data_ptr(), whole.data_ptr(), nonfinite.data_ptr())
-            problem, _kept = _problem(query, key, None, seen, part, None, results, 1, octaves)
-            _library().scaledot_forward(problem)
+        results = _results(query, octaves + 1)
+        scaled = replace(terms, scale=terms.scale * factor)
+        _run(query, key, None, seen, scaled, None, results, statistics=1, octaves=octaves)
         for n in range(octaves + 1):
-            done[factor * 2**n] = _rows(numbers[n], whole[n], nonfinite[n], terms)[0]
-    return tuple(done[factor] for factor in factors)
+            done[factor * 2**n] = _rows(results, n, terms)[0]
+    return [done[factor] for factor in factors]
 
 
 def _results(query: Tensor, times: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for native.cpp's statistics: floats, integers and flags of every row."""
+    """Room for native.cpp's statistics of every row: floats, integers and flags."""
     shape = query.shape[:3]
     return (
         torch.empty((times, FLOATS, *shape)),
@@ -215,17 +212,31 @@ def _results(query: Tensor, times: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows(
-    numbers: Tensor, whole: Tensor, nonfinite: Tensor, terms: Terms
+    results: tuple[Tensor, Tensor, Tensor], time: int, terms: Terms
 ) -> tuple[RowStats, Tensor, Tensor]:
-    """(row statistics, top, log_mass) as views of what native.cpp wrote."""
+    """(row statistics, top, log_mass), views of what native.cpp wrote."""
+    numbers, whole, nonfinite = results
     (mean, variance, largest, lse, entropy, margin, collision, jacobian, mean_key, sink_mass, top,
-     log_mass) = numbers.unbind()  # fmt: skip
-    visible, top_key = whole.unbind()
+     log_mass) = numbers[time].unbind()  # fmt: skip
+    visible, top_key = whole[time].unbind()
     rows = RowStats(
         visible, mean, variance, largest, lse, entropy, top_key, margin, collision, jacobian,
-        mean_key, nonfinite, None if terms.sinks is None else sink_mass, "native",
+        mean_key, nonfinite[time], None if terms.sinks is None else sink_mass, "native",
     )  # fmt: skip
     return rows, top, log_mass
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor | None, seen: Visibility, terms: Terms,
+    out: Tensor | None, results: tuple[Tensor, Tensor, Tensor], *, statistics: int,
+    octaves: int = 0,
+) -> None:  # fmt: skip
+    addresses = tuple(x.data_ptr() for x in results)
+    problem, _kept = _problem(
+        query, key, value, seen, terms, out, (*addresses, statistics, octaves), _FORWARD_ONLY
+    )
+    if results[2].numel():
+        _loaded().scaledot_forward(problem)
 
 
 def backward(
@@ -276,11 +287,11 @@ def backward(
         read = (d_out, level, d_entropy, top, log_mass, counted)
         written = (d_query, d_key, d_value, d_bias)
         addresses = (0 if x is None else x.data_ptr() for x in (*read, *written))
-        strides = (0,) * 4 if d_bias is None else _broadcast(d_bias)[2:]
+        strides = (0,) * 4 if d_bias is None else _array(d_bias)[2:]
         problem, _kept = _problem(
-            query, key, value, seen, terms, None, backward=(*addresses, *strides)
+            query, key, value, seen, terms, None, (0,) * 5, (*addresses, *strides)
         )
-        _library().scaledot_backward(problem)
+        _loaded().scaledot_backward(problem)
     else:
         d_query.zero_()
     return Gradients(d_query, d_key, d_value, d_bias, d_sinks)
@@ -288,8 +299,7 @@ def backward(
 
 def _problem(
     query: Tensor, key: Tensor, value: Tensor | None, seen: Visibility, terms: Terms,
-    out: Tensor | None, results: tuple[int, int, int] = (0, 0, 0), statistics: int = 0,
-    octaves: int = 0, backward: tuple[int, ...] = (0,) * 14,
+    out: Tensor | None, results: tuple[int, ...], backward: tuple[int, ...],
 ) -> tuple[bytes, tuple[Tensor | None, ...]]:  # fmt: skip
     """native.cpp's `Problem`, and the tensors that must live as long as it is used."""
     if terms.dropout_p or query.dtype not in DTYPES:
@@ -304,39 +314,45 @@ def _problem(
         seen.offset, -1 if left is None else left, -1 if right is None else right,
         query.data_ptr(), DTYPES[query.dtype], *query.stride(),
         key.data_ptr(), DTYPES[key.dtype], *key.stride(),
-        *(_NOTHING if value is None else (value.data_ptr(), DTYPES[value.dtype], *value.stride())),
     )  # fmt: skip
+    values = _NOTHING if value is None else (value.data_ptr(), DTYPES[value.dtype], *value.stride())
     tail = (
-        0 if out is None else out.data_ptr(), *results, statistics, octaves,
-        torch.get_num_threads(), *backward,
+        0 if out is None else out.data_ptr(), *results, torch.get_num_threads(), *backward,
     )  # fmt: skip
     dense = seen.allowed if seen.bias is None else seen.bias
     if seen.keep is None and seen.segments is None and dense is None and terms.sinks is None:
-        return _LAYOUT.pack(*head, *_NO_MASK, *tail), ()
+        return _LAYOUT.pack(*head, *values, *_NO_MASK, *tail), ()
     keep = None if seen.keep is None else seen.keep.contiguous()
     query_ids, key_ids = (None, None) if seen.segments is None else _small_ids(*seen.segments)
     sinks = None if terms.sinks is None else terms.sinks.detach().to(torch.float32).contiguous()
     numbers = _LAYOUT.pack(
-        *head,
-        *(_NOTHING if keep is None else _per_key(keep)),
-        *(_NOTHING if query_ids is None else _per_key(query_ids)),
-        *(_NOTHING if key_ids is None else _per_key(key_ids)),
-        *(_NOTHING if dense is None else _broadcast(dense)),
+        *head, *values, *_per_key(keep), *_per_key(query_ids), *_per_key(key_ids), *_array(dense),
         0 if sinks is None else sinks.data_ptr(), *tail,
     )  # fmt: skip
     return numbers, (keep, query_ids, key_ids, dense, sinks)
 
 
-def _broadcast(x: Tensor) -> tuple[int, ...]:
-    """native.cpp's `Array`: address, dtype, strides; 0 along an axis that is broadcast."""
-    strides = (0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), _MASK_DTYPES[x.dtype], *strides
+def _array(x: Tensor | None) -> tuple[int, ...]:
+    """An `Array`: address, dtype, strides; 0 along an axis that is broadcast."""
+    if x is None:
+        return (0,) * 6
+    return (
+        x.data_ptr(), _MASK_DTYPES[x.dtype],
+        *(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)),
+    )  # fmt: skip
 
 
-def _per_key(x: Tensor) -> tuple[int, ...]:
-    """A contiguous (batch or 1, keys) table as an `Array`."""
-    batch = 0 if x.shape[0] == 1 else x.shape[1]
-    return x.data_ptr(), 5 if x.dtype == torch.int32 else 3, batch, 0, 0, 1
+def _per_key(x: Tensor | None) -> tuple[int, ...]:
+    if x is None:
+        return (0,) * 6
+    return (
+        x.data_ptr(),
+        5 if x.dtype == torch.int32 else 3,
+        0 if x.shape[0] == 1 else x.shape[1],
+        0,
+        0,
+        1,
+    )
 
 
 def _small_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,13 +126,13 @@ def forward(
     return out, stats, top, log_mass
 
 
-def row_stats(
+def sweep(
     query: Float[Tensor, "batch heads queries dim"],
     key: Float[Tensor, "batch kv_heads keys dim"],
     seen: Visibility,
     terms: Terms,
-    factors: Sequence[float] = (1.0,),
-) -> tuple[RowStats, ...]:
+    factors: Sequence[float],
+) -> list[RowStats]:
     """Row statistics at scale·factor for each factor, over one QKᵀ."""
     dtype = _accumulator(query)
     batch, _, queries, _ = query.shape
@@ -166,7 +166,7 @@ def row_stats(
         flat = RowState(**{name: getattr(total, name)[i].flatten(1, 2) for name in names})
         own = None if sinks is None else sinks.expand_as(flat.top)
         result.append(finish(flat, own, "tiled")[0])
-    return tuple(result)
+    return result
 
 
 def backward(

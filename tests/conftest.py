@@ -1,0 +1,28 @@
+"""Every test runs the package's shape annotations, with fixed seeds, on one thread."""
+
+import jaxtyping
+import pytest
+import torch
+from beartype import BeartypeConf, beartype
+from hypothesis import settings
+
+# An int is a float to whoever calls, so it is to the type checker.
+typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))
+jaxtyping.install_import_hook("scaledot", "conftest.typechecker")
+
+settings.register_profile("scaledot", deadline=None, derandomize=True, database=None)
+settings.load_profile("scaledot")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(20260714)
+
+
+@pytest.fixture
+def unannotated():
+    """Annotations off: what a user sees who passes the wrong type."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,0 +1,180 @@
+"""The house as drawn: who may import whom, read from the source."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "scaledot"
+TESTS = Path(__file__).parent
+
+# What each module may import when it loads. A module not named here fails its test: draw its arrow.
+CORE = {"checks", "masks", "rows", "stages", "heads", "moments", "scales", "dispatch"}
+ARROWS = {
+    "__init__": set(),
+    "__main__": set(),
+    # The definition and the kernels.
+    "checks": set(),
+    "rows": set(),
+    "masks": {"checks", "rows"},
+    "stages": {"checks", "rows", "masks"},
+    "heads": {"checks", "rows", "masks"},
+    "moments": {"checks", "rows", "masks"},
+    "scales": set(),
+    "kernels.__init__": set(),
+    "kernels.tiled": {"rows", "masks", "kernels"},
+    "kernels.native": {"rows", "masks", "kernels"},
+    "kernels.triton": {"rows", "masks", "kernels"},
+    "operators": {"rows", "masks", "kernels", "kernels.tiled"},
+    "dispatch": {"checks", "rows", "masks", "kernels", "operators"},
+    # What uses them.
+    "roles": CORE,
+    "multihead": CORE,
+    "lab": CORE,
+    "conformance": CORE,
+    "calls": CORE | {"roles"},
+    "observation": CORE | {"roles", "calls"},
+    "huggingface": CORE | {"calls", "observation"},
+    "torch_route": CORE | {"calls", "observation"},
+    "graph_route": CORE | {"calls", "observation", "operators", "kernels"},
+    "training": CORE | {"observation"},
+    # A corpus through a model.
+    "numerals": set(),
+    "tokens": set(),
+    "loading": set(),
+    "diagnose": {"heads", "scales", "roles", "numerals"},
+    "auditing": {"heads", "scales", "loading", "observation", "diagnose"},
+    # What people see.
+    "document": {"stages", "heads", "scales", "auditing", "lab"},
+    "screen": {"numerals", "tokens"},
+    "head_table": {"document", "screen", "numerals"},
+    "trace_table": {"document", "screen", "numerals", "tokens"},
+    "terminal": {"document", "screen", "numerals", "head_table", "trace_table"},
+    "report": {"document"},
+    "server": {"document"},
+}
+# Inside functions: a result may reach for its presentation, a chooser for what it chooses.
+SHOWN = {"document", "terminal", "report"}
+LATER = {
+    "__main__": {"cli"},
+    "stages": SHOWN,
+    "heads": SHOWN,
+    "observation": SHOWN | {"huggingface", "torch_route", "graph_route"},
+    "auditing": SHOWN | {"tokens"},
+    "dispatch": {"kernels.native", "kernels.triton"},
+    "operators": {"kernels.native", "kernels.triton"},
+    "document": {"diagnose"},
+}
+EXTRAS = {
+    "test_architecture", "test_compile", "test_imports", "test_kernels", "test_row_stats", "test_articles", "test_families", "test_onnx",
+    "test_readme", "test_real_models", "test_sample",
+}  # fmt: skip
+MODULES = sorted(
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SOURCE.rglob("*.py")
+)
+
+
+def imports(module):
+    """(when it loads, inside functions): scaledot's modules that a module imports."""
+    tree = ast.parse((SOURCE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+    }
+    typing = {
+        id(node)
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and "TYPE_CHECKING" in ast.unparse(test.test)
+        for node in ast.walk(test)
+    }
+    first, later = set(), set()
+    for node in ast.walk(tree):
+        if id(node) in typing:
+            continue
+        found = set()
+        if isinstance(node, ast.Import):
+            found = {
+                a.name.removeprefix("scaledot.")
+                for a in node.names
+                if a.name.startswith("scaledot.")
+            }
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively: the arrows are read by full name"
+            name = node.module or ""
+            if name == "scaledot" or name.startswith("scaledot."):
+                base = name.removeprefix("scaledot").removeprefix(".")
+                for alias in node.names:
+                    full = f"{base}.{alias.name}".lstrip(".")
+                    found.add(full if full in MODULES else base)
+        (later if id(node) in inside else first).update(found - {""})
+    return first, later
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "cli"])
+def test_modules_import_only_along_the_arrows(module):
+    first, later = imports(module)
+    assert module in ARROWS, f"{module} has no arrow: draw it here and in the design"
+    assert first <= ARROWS[module]
+    assert later <= ARROWS[module] | LATER.get(module, set())
+
+
+def test_arrows_have_no_circle():
+    done, left = set(), set(ARROWS)
+    while left:
+        free = {m for m in left if not (ARROWS[m] & left - {m})}
+        assert free, f"a circle among {sorted(left)}"
+        left -= free
+        done |= free
+
+
+def test_nobody_imports_the_command_line():
+    for module in MODULES:
+        first, later = imports(module)
+        assert "cli" not in first
+        assert "cli" not in later or module == "__main__"
+
+
+def test_kernels_know_neither_the_definition_nor_each_other():
+    for module in (m for m in MODULES if m.startswith("kernels.")):
+        assert not any(
+            name == "stages" or name.startswith("kernels.") for name in set.union(*imports(module))
+        )
+
+
+def test_no_module_bears_a_public_functions_name():
+    """The second access to scaledot.name would give the module instead."""
+    import scaledot
+
+    assert not set(scaledot.__all__) & {m.split(".")[0] for m in MODULES}
+
+
+def test_no_module_is_a_drawer():
+    drawers = {
+        "utils",
+        "util",
+        "common",
+        "base",
+        "helpers",
+        "misc",
+        "registry",
+        "manager",
+        "config",
+    }
+    assert not drawers & {part for m in MODULES for part in m.split(".")}
+
+
+def test_every_test_file_mirrors_a_module_or_is_a_named_extra():
+    modules = {m.split(".")[-1] for m in MODULES}
+    for path in TESTS.rglob("test_*.py"):
+        name = path.stem
+        assert name.removeprefix("test_") in modules or name in EXTRAS, name
+
+
+CORE_TESTED = ("checks", "masks", "stages", "rows", "heads", "roles", "dispatch", "kernels.tiled")
+
+
+@pytest.mark.parametrize("module", CORE_TESTED)
+def test_every_module_of_the_core_has_its_test_file(module):
+    assert (TESTS / f"test_{module.split('.')[-1]}.py").exists()

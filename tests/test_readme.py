@@ -1,0 +1,47 @@
+"""The README's code runs and prints what it says."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
+
+
+def test_the_first_example_prints_what_stands_below_it():
+    python = [i for i, (language, _) in enumerate(BLOCKS) if language == "python"]
+    code, said = BLOCKS[python[0]][1], BLOCKS[python[0] + 1][1]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "README", "exec"), {})
+    assert out.getvalue() == said
+
+
+def test_observing_as_the_readme_does(capsys):
+    from scaledot.loading import load
+
+    sample = load()
+    batch = sample.tokenizer("The cat sat on the mat and looked at the moon.", return_tensors="pt")
+    code = [text for language, text in BLOCKS if language == "python"][1]
+    import scaledot
+
+    names = {"scaledot": scaledot, "model": sample.model, "batch": batch}
+    exec(compile(code, "README", "exec"), names)
+    assert names["seen"].weights("h.1.attn", head=2, rows=slice(0, 8)).shape[0] == 8
+    assert "0.0" in capsys.readouterr().out
+
+
+def test_every_file_and_link_named_exists():
+    root = Path(__file__).parents[1]
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (root / link).exists(), link
+    for name in re.findall(r"`(\w+\.py|\w+/)`", README):
+        assert (root / "src" / "scaledot" / name).exists(), name
+
+
+def test_the_picture_asks_for_nothing():
+    svg = (Path(__file__).parents[1] / "docs" / "audit.svg").read_text(encoding="utf-8")
+    addresses = set(re.findall(r"https?://[^\"')\s]+", svg))
+    assert addresses <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}
+    assert "0.0" in svg
