@@ -66,8 +66,8 @@ LATER = {
     "document": {"diagnose"},
 }
 EXTRAS = {
-    "test_architecture", "test_compile", "test_imports", "test_kernels", "test_row_stats", "test_articles", "test_families", "test_onnx",
-    "test_readme", "test_real_models", "test_sample",
+    "test_architecture", "test_articles", "test_compile", "test_families", "test_imports",
+    "test_kernels", "test_onnx", "test_readme", "test_real_models", "test_row_stats", "test_sample",
 }  # fmt: skip
 MODULES = sorted(
     ".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SOURCE.rglob("*.py")

@@ -260,7 +260,8 @@ def test_bad_input_is_an_error_that_says_what_to_pass(function, name):
 
 
 def test_an_unknown_kernel_is_named_with_what_there_is():
-    with pytest.raises(ValueError, match=r'^kernel is \'fast\': pass "auto" or one of native, tiled$'):
+    text = r'^kernel is \'fast\': pass "auto" or one of native, tiled$'
+    with pytest.raises(ValueError, match=text):
         attention(q(), q(), q(), kernel="fast")
 
 
