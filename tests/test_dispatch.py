@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from oracle import inputs
-from scaledot.dispatch import ERROR_FACTOR, ERROR_ULPS, attention, error_bound, mass_bound
+from scaledot.dispatch import ERROR_FACTOR, ERROR_ULPS, KERNELS, attention, error_bound, mass_bound
 from scaledot.masks import Mask
 from scaledot.rows import RowStats
 
@@ -143,6 +143,7 @@ def test_statistics_come_on_request_and_name_the_kernel():
     assert torch.is_tensor(attention(q, k, v))
     out, rows = attention(q, k, v, return_stats=True)
     assert isinstance(rows, RowStats)
+    assert rows.kernel in KERNELS
     chosen, same = attention(q, k, v, kernel=rows.kernel, return_stats=True)
     assert torch.equal(out, chosen)
     assert same.kernel == rows.kernel

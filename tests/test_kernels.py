@@ -63,7 +63,7 @@ def test_without_the_library_tiled_serves_and_the_reason_is_told(capfd):
     assert ran(q, k, v) == row_stats(q, k).kernel == "tiled"
     for call in (lambda: attention(q, k, v, kernel="native"),
                  lambda: row_stats(q, k, kernel="native")):  # fmt: skip
-        with pytest.raises(ValueError, match=re.escape(f"'native' is not there: {NOT_COMPILED}")):
+        with pytest.raises(ValueError, match=re.escape(f"is not there: {NOT_COMPILED}")):
             call()
     assert cli.run(["info"]) == 0
     out, _ = capfd.readouterr()
@@ -124,3 +124,23 @@ def test_the_short_way_of_plain_calls_is_the_long_way(causal, statistics):
             assert torch.equal(short[1].entropy, long[1].entropy)
             short, long = short[0], long[0]
         assert torch.equal(short, long)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_torchs_defaults_for_new_tensors_do_not_matter(kernel):
+    q, k, v = (x.requires_grad_() for x in inputs(heads=3))
+    results = []
+    for change in (False, True):
+        torch.set_default_dtype(torch.float64 if change else torch.float32)
+        torch.set_default_device("meta" if change else None)
+        try:
+            out, rows = attention(q, k, v, kernel=kernel, return_stats=True)
+            grads = torch.autograd.grad(out.sum() + rows.entropy.sum(), (q, k, v))
+            alone = attention(q.detach(), k.detach(), v.detach(), kernel=kernel)
+            sweep = row_stats(q, k, factors=(1, 2), kernel=kernel)
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
+        results.append((out, rows.entropy, rows.mean_key, *grads, alone, sweep.entropy))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

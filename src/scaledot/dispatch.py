@@ -164,8 +164,8 @@ def row_stats(
     factors: what the rows would be were the scale factor × as large, for each factor; every tensor
     then has a leading axis of factors and no gradient. It answers for these queries and keys, not
     for a model trained at that scale. The factor multiplies the scores before any soft-cap, and
-    neither mask nor sinks. "auto" picks as without factors: native runs once a factor, tiled forms
-    QKᵀ once for all.
+    neither mask nor sinks. "auto" picks as without factors: both form QKᵀ once for all, native
+    where factors are an octave apart (and there is no soft-cap or additive mask).
 
     Raises: ValueError or TypeError that names the argument, what came and what to pass.
     Source: docs/maths.md#rows.
@@ -286,11 +286,10 @@ class _Attention(torch.autograd.Function):
         out, rows, top, log_mass = operators.implementation(kernel).forward(
             query, key, value, seen, terms, statistics=statistics
         )
-        ctx.kernel, ctx.seen, ctx.terms = (
-            kernel,
-            replace(seen, bias=None),
-            replace(terms, sinks=None),
-        )
+        # What may want a gradient is saved below and put back in `backward`.
+        ctx.kernel = kernel
+        ctx.seen = seen if bias is None else replace(seen, bias=None)
+        ctx.terms = terms if sinks is None else replace(terms, sinks=None)
         # The gradient of the softmax needs O as computed: rounded to bfloat16 it would drown dS.
         ctx.save_for_backward(
             query, key, value, bias, sinks, top, log_mass, rows.entropy, rows.visible, out
@@ -314,11 +313,12 @@ class _Attention(torch.autograd.Function):
             return _Once.apply(*(g if g is None else g.requires_grad_() for g in once))
         query, key, value, bias, sinks, top, log_mass, entropy, visible, out = ctx.saved_tensors
         d_lse, d_entropy = (d_stats[_LSE], d_stats[_ENTROPY]) if d_stats else (None, None)
+        seen = ctx.seen if bias is None else replace(ctx.seen, bias=bias)
+        terms = ctx.terms if sinks is None else replace(ctx.terms, sinks=sinks)
         with torch.autocast(query.device.type, enabled=False):
             grads = operators.implementation(ctx.kernel).backward(
-                query, key, value, replace(ctx.seen, bias=bias), replace(ctx.terms, sinks=sinks),
-                top, log_mass, entropy, visible > 0, out, d_out, d_lse, d_entropy,
-                bias_gradient=ctx.needs_input_grad[7],
+                query, key, value, seen, terms, top, log_mass, entropy, visible > 0, out,
+                d_out, d_lse, d_entropy, bias_gradient=ctx.needs_input_grad[7],
             )  # fmt: skip
 
         def like(grad: Tensor | None, x: Tensor | None) -> Tensor | None:

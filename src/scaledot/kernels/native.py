@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -34,6 +35,8 @@ _VARIANTS = ("avx2", "baseline")
 OCTAVES = 3
 """Doublings of the scale that one run computes at most, native.cpp's MAX_OCTAVES."""
 _LAYOUT = struct.Struct("=7q3d3q42q8q10q4q")
+# Said, because what torch.empty makes otherwise is for the user to set.
+_FLOAT: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 _NOTHING, _NO_MASK, _FORWARD_ONLY = (0,) * 6, (0,) * 25, (0,) * 14
 
 
@@ -143,9 +146,13 @@ def output(
     terms: Terms,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """The output of `forward` alone."""
-    out = torch.empty((*query.shape[:3], value.shape[3]))
-    results = _results(query, 1)  # what a row is summed up in while it is computed
-    _run(query, key, value, seen, terms, out, results, statistics=0)
+    out = torch.empty((*query.shape[:3], value.shape[3]), **_FLOAT)
+    rows = math.prod(query.shape[:3])
+    # What a row is summed up in while it is computed, floats, integers and a flag: nobody looks.
+    scratch = torch.empty((FLOATS + 2) * rows + (rows + 3) // 4, **_FLOAT)
+    start = scratch.data_ptr()
+    addresses = (start, start + 4 * FLOATS * rows, start + 4 * (FLOATS + 2) * rows)
+    _run(query, key, value, seen, terms, out, addresses, statistics=0)
     return out
 
 
@@ -168,10 +175,11 @@ def forward(
     Without `statistics`, only visible, lse and nonfinite of the rows are defined.
     Raises: ValueError for dropout and for a dtype other than float32, bfloat16 and float16.
     """
-    results = _results(query, 1)
-    out = None if value is None else torch.empty((*query.shape[:3], value.shape[3]))
-    _run(query, key, value, seen, terms, out, results, statistics=int(statistics))
-    return out, *_rows(results, 0, terms)
+    numbers, whole, nonfinite = _results(query.shape[:3])
+    out = None if value is None else torch.empty((*query.shape[:3], value.shape[3]), **_FLOAT)
+    addresses = (numbers.data_ptr(), whole.data_ptr(), nonfinite.data_ptr())
+    _run(query, key, value, seen, terms, out, addresses, statistics=int(statistics))
+    return out, *_rows(numbers, whole, nonfinite, terms)
 
 
 def sweep(
@@ -193,49 +201,47 @@ def sweep(
             continue
         octaves = max((n for n in range(1, OCTAVES + 1) if factor * 2**n in factors), default=0)
         octaves = octaves if together and factor else 0
-        results = _results(query, octaves + 1)
+        numbers, whole, nonfinite = _results(query.shape[:3], (octaves + 1,))
+        addresses = (numbers.data_ptr(), whole.data_ptr(), nonfinite.data_ptr())
         scaled = replace(terms, scale=terms.scale * factor)
-        _run(query, key, None, seen, scaled, None, results, statistics=1, octaves=octaves)
+        _run(query, key, None, seen, scaled, None, addresses, statistics=1, octaves=octaves)
         for n in range(octaves + 1):
-            done[factor * 2**n] = _rows(results, n, terms)[0]
+            done[factor * 2**n] = _rows(numbers[n], whole[n], nonfinite[n], terms)[0]
     return [done[factor] for factor in factors]
 
 
-def _results(query: Tensor, times: int) -> tuple[Tensor, Tensor, Tensor]:
+def _results(shape: torch.Size, times: tuple[int, ...] = ()) -> tuple[Tensor, Tensor, Tensor]:
     """Room for native.cpp's statistics of every row: floats, integers and flags."""
-    shape = query.shape[:3]
     return (
-        torch.empty((times, FLOATS, *shape)),
-        torch.empty((times, 2, *shape), dtype=torch.int32),
-        torch.empty((times, *shape), dtype=torch.bool),
+        torch.empty((*times, FLOATS, *shape), **_FLOAT),
+        torch.empty((*times, 2, *shape), dtype=torch.int32, device="cpu"),
+        torch.empty((*times, *shape), dtype=torch.bool, device="cpu"),
     )
 
 
 def _rows(
-    results: tuple[Tensor, Tensor, Tensor], time: int, terms: Terms
+    numbers: Tensor, whole: Tensor, nonfinite: Tensor, terms: Terms
 ) -> tuple[RowStats, Tensor, Tensor]:
     """(row statistics, top, log_mass), views of what native.cpp wrote."""
-    numbers, whole, nonfinite = results
     (mean, variance, largest, lse, entropy, margin, collision, jacobian, mean_key, sink_mass, top,
-     log_mass) = numbers[time].unbind()  # fmt: skip
-    visible, top_key = whole[time].unbind()
+     log_mass) = numbers.unbind()  # fmt: skip
+    visible, top_key = whole.unbind()
     rows = RowStats(
         visible, mean, variance, largest, lse, entropy, top_key, margin, collision, jacobian,
-        mean_key, nonfinite[time], None if terms.sinks is None else sink_mass, "native",
+        mean_key, nonfinite, None if terms.sinks is None else sink_mass, "native",
     )  # fmt: skip
     return rows, top, log_mass
 
 
 def _run(
     query: Tensor, key: Tensor, value: Tensor | None, seen: Visibility, terms: Terms,
-    out: Tensor | None, results: tuple[Tensor, Tensor, Tensor], *, statistics: int,
-    octaves: int = 0,
+    out: Tensor | None, addresses: tuple[int, int, int], *, statistics: int, octaves: int = 0,
 ) -> None:  # fmt: skip
-    addresses = tuple(x.data_ptr() for x in results)
+    """Compute into `out` and what lies at the addresses of `_results`."""
     problem, _kept = _problem(
         query, key, value, seen, terms, out, (*addresses, statistics, octaves), _FORWARD_ONLY
     )
-    if results[2].numel():
+    if 0 not in query.shape:
         _loaded().scaledot_forward(problem)
 
 
