@@ -22,7 +22,7 @@
 //
 // The state of a row is `RowState` of rows.py: the heaviest key is kept apart from the others' mass
 // so that 1 − p, the entropy and Σp(1−p) do not cancel. Backward recomputes Sᵀ from (top, log_mass)
-// and runs the same two products: see `backward_block`. One or two queries against many keys have no
+// and runs the same two products: see `backward_head`. One or two queries against many keys have no
 // lanes to fill; `decode` puts the components of a key in the lanes instead.
 //
 // Sources: Milakov & Gimelshein 2018 (arXiv:1805.02867), Rabe & Staats 2021 (arXiv:2112.05682), Dao
@@ -161,7 +161,7 @@ INLINE F where(I mask, F a) { return (F)((I)a & mask); }  // a or 0
 #endif
 
 // exp(z) for z ≤ 0 (a little above is fine): 2ⁿ·eʳ, n = round(z / ln 2). Below −87.7 it is exactly
-// 0, as is exp(−88), which callers put in place of anything lower. Within 1 ulp; exp(0) is exactly 1.
+// 0, as is exp(−88), which callers put in place of anything lower. Within 1 ulp; exp(0) is 1.
 constexpr float EXP_FLOOR = -88.0f;
 
 template <bool FAR = false>   // FAR: ln 2 in two parts, for 1 ulp at −87 too
@@ -327,7 +327,8 @@ INLINE float read(const char* p, int64_t dtype) {
     case FLOAT64: {   // what hides a key, −inf or half of finfo.min, still does as a float
       double x;
       std::memcpy(&x, p, 8);
-      if (x < 0.99 * LOWEST && x != -INF) return x <= std::numeric_limits<double>::lowest() / 2 ? LOWEST : 0.99f * LOWEST;
+      const bool hides = x <= std::numeric_limits<double>::lowest() / 2;
+      if (x < 0.99 * LOWEST && x != -INF) return hides ? LOWEST : 0.99f * LOWEST;
       return x > -LOWEST ? -LOWEST : (float)x;
     }
     case BOOL: return *p ? 0.0f : -INF;   // "may attend" as a bias
@@ -514,8 +515,8 @@ INLINE void with_vectors(int nv, const Do& run) {
   else run(Int<1>{});
 }
 
-// Rows first … first+count−1 of x (b, h) as columns: to[x][lane]. Lanes beyond count repeat the last
-// row.
+// Rows first … first+count−1 of x (b, h) as columns: to[x][lane]. Lanes beyond count repeat the
+// last row.
 void to_columns(const Array& x, int64_t b, int64_t h, int64_t first, int64_t count, int64_t dim,
                 int lanes, float* to, float* room) {
   for (int lane0 = 0; lane0 < lanes; lane0 += W) {
@@ -601,12 +602,16 @@ struct alignas(64) Strip {
   bool seen_any[R];                   // careful pass: the row has a visible key
 };
 
+INLINE const int32_t* query_ids(const Problem& p, int64_t b) {
+  return p.query_ids.data ? (const int32_t*)address(p.query_ids, b, 0, 0, 0) : nullptr;
+}
+
 void place(const Problem& p, Strip& s, int64_t b, int64_t h, int64_t first, int64_t count) {
   s.batch = b, s.head = h, s.first = first, s.count = count;
   s.nv = (int)((count + W - 1) / W);
   s.lo_min = s.hi_min = p.keys, s.lo_max = s.hi_max = -1;
   s.id_min = std::numeric_limits<int32_t>::max(), s.id_max = std::numeric_limits<int32_t>::min();
-  const int32_t* ids = (const int32_t*)(p.query_ids.data ? address(p.query_ids, b, 0, 0, 0) : nullptr);
+  const int32_t* ids = query_ids(p, b);
   for (int i = 0; i < s.nv * W; i++) {
     int64_t row = first + std::min<int64_t>(i, count - 1), at = row + p.offset;
     int64_t lo = p.left < 0 ? 0 : std::max<int64_t>(0, at - p.left);
@@ -751,7 +756,8 @@ INLINE Cut cut(const Problem& p, const Strip& s, const Block& block, const Buffe
   Cut c;
   c.a = std::max(block.k0, s.lo_min);
   c.b = std::min(block.k1, s.hi_max + 1);
-  c.ids = block.ids && !(s.id_min == s.id_max && block.id_min == block.id_max && s.id_min == block.id_min);
+  const bool one_document = std::min(s.id_min, block.id_min) == std::max(s.id_max, block.id_max);
+  c.ids = block.ids && !one_document;
   if (c.ids && (s.id_max < block.id_min || block.id_max < s.id_min)) c.b = c.a;   // other documents
   c.dense = p.dense.data;
   c.whole = !block.keep && !c.ids && c.a >= s.lo_max && c.b <= s.hi_min + 1;
@@ -782,7 +788,8 @@ void masked(const Problem& p, const Strip& s, const Block& block, const Cut& c, 
   const bool edges = from < s.lo_max || to > s.hi_min + 1;
   for (int v = 0; v < NV; v++) {
     const I lo = load(s.lo + v * W), hi = load(s.hi + v * W), ids = load(s.ids + v * W);
-    const F cap = splat((float)p.softcap), inverse = splat(p.softcap != 0 ? (float)(1 / p.softcap) : 0.0f);
+    const F cap = splat((float)p.softcap);
+    const F inverse = splat(p.softcap != 0 ? (float)(1 / p.softcap) : 0.0f);
     const F floor = splat(float_floor(p));
     F top = g.top[v], peak = g.peak[v], sum = g.sum[v];
     I count{};
@@ -836,8 +843,13 @@ void masked(const Problem& p, const Strip& s, const Block& block, const Cut& c, 
       }
     };
     const int dense = !c.dense ? 0 : p.dense.dtype == BOOL ? 1 : 2;
-    if (p.softcap != 0) dense == 0 ? each(Int<0>{}, Int<1>{}) : dense == 1 ? each(Int<1>{}, Int<1>{}) : each(Int<2>{}, Int<1>{});
-    else dense == 0 ? each(Int<0>{}, Int<0>{}) : dense == 1 ? each(Int<1>{}, Int<0>{}) : each(Int<2>{}, Int<0>{});
+    auto with_cap = [&](auto capped) {
+      if (dense == 0) each(Int<0>{}, capped);
+      else if (dense == 1) each(Int<1>{}, capped);
+      else each(Int<2>{}, capped);
+    };
+    if (p.softcap != 0) with_cap(Int<1>{});
+    else with_cap(Int<0>{});
     g.top[v] = top, g.sum[v] = sum;
     g.peak[v] = p.softcap != 0 || dense == 2 ? peak : top;
     g.count[v] += __builtin_convertvector(count, F);
@@ -906,8 +918,8 @@ void spoil(const Problem& p, Strip& s, const Block& block, const Cut& c, const B
   }
 }
 
-// In each lane that grew, the first of n keys whose logit is `top`. Where the tiles' largest are known
-// the tile is looked for first.
+// In each lane that grew, the first of n keys whose logit is `top`. Where the tiles' largest are
+// known the tile is looked for first.
 template <int NV>
 INLINE I first_equal(const Buffers& w, int v, int64_t n, bool tiled, I grew, F top) {
   constexpr int64_t width = NV * W, T = tile_rows<NV>();
@@ -1086,8 +1098,8 @@ void forward_block(const Problem& p, Strip& s, const Block& block, const Buffers
   }
   if (p.value_dim == 0) return;
   for (int i = 0; i < blanks; i++) w.logits[blanked[i]] = 1.0f;
-  add_transposed<NV>(block.v + (c.a - block.k0) * block.ldv, block.ldv, p.value_dim, w.logits, width,
-                     n, s.ot, width);
+  add_transposed<NV>(block.v + (c.a - block.k0) * block.ldv, block.ldv, p.value_dim, w.logits,
+                     width, n, s.ot, width);
 }
 
 // ------------------------------------------------------------------------------------- finishing
@@ -1180,7 +1192,8 @@ void finish_octave(const Problem& p, const Strip& s, int64_t o, int64_t row) {
     state.top[i] *= times, state.peak[i] *= times, state.mean[i] *= times;
     state.m2[i] *= times * times;
     state.rest[i] = s.octave[o].rest[i], state.rest_sq[i] = s.octave[o + 1].rest[i];
-    state.rest_log[i] = times * s.octave[o].rest_log[i], state.rest_pos[i] = s.octave[o].rest_pos[i];
+    state.rest_log[i] = times * s.octave[o].rest_log[i];
+    state.rest_pos[i] = s.octave[o].rest_pos[i];
   }
   Problem there = p;
   there.rows += (o + 1) * FIELDS * rows, there.whole += (o + 1) * 2 * rows;
@@ -1318,8 +1331,9 @@ Workspace workspace(const Problem& p, const Plan& plan, int64_t strip_count, Str
   w.buffers.raw = memory.floats(lanes);
   bool apart = p.softcap != 0 || (p.dense.data && p.dense.dtype != BOOL);
   w.buffers.logits = apart ? memory.floats(lanes) : w.buffers.raw;
-  w.buffers.bias = p.dense.data && p.dense.dtype != BOOL ? memory.floats(lanes) : nullptr;
-  w.buffers.allowed = p.dense.data && p.dense.dtype == BOOL ? (uint8_t*)memory.floats(lanes / 4 + W) : nullptr;
+  const bool boolean = p.dense.dtype == BOOL;
+  w.buffers.bias = p.dense.data && !boolean ? memory.floats(lanes) : nullptr;
+  w.buffers.allowed = p.dense.data && boolean ? (uint8_t*)memory.floats(lanes / 4 + W) : nullptr;
   w.buffers.tops = memory.floats(lanes / 4 + R);
   w.buffers.slope = nullptr;
   w.k = memory.floats(plan.keys * p.dim);
@@ -1350,8 +1364,8 @@ void forward(const Problem& p) {
 
 // -------------------------------------------------------------------------------------- backward
 //
-// dS = p·(dP − level − dH·ln p) is with respect to what enters softmax; level = δ − dlse + dH·H comes
-// from native.py, row by row. For one head, with Sᵀ and dPᵀ (keys × strip) in L1:
+// dS = p·(dP − level − dH·ln p) is with respect to what enters softmax; level = δ − dlse + dH·H
+// comes from native.py, row by row. For one head, with Sᵀ and dPᵀ (keys × strip) in L1:
 //
 //   for each block of keys, for each 4 strips of rows
 //     for each strip      Sᵀ = K·Qᵀ    dPᵀ = V·dOᵀ    p, dS lane by lane    dQᵀ += Kᵀ·dSᵀ
@@ -1586,7 +1600,8 @@ bool unsafe(const Problem& p, int64_t b, int64_t kv, float* room) {
     }
     return true;
   };
-  if (!rows_finite(p.key, kv, p.keys, p.dim) || !rows_finite(p.value, kv, p.keys, p.value_dim)) return true;
+  if (!rows_finite(p.key, kv, p.keys, p.dim)) return true;
+  if (!rows_finite(p.value, kv, p.keys, p.value_dim)) return true;
   const int64_t group = p.heads / p.kv_heads;
   for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
     if (!rows_finite(p.query, h, p.queries, p.dim)) return true;
@@ -1600,14 +1615,16 @@ void backward(const Problem& p) {
   const int64_t heads = p.batch * p.kv_heads, group = p.heads / p.kv_heads;
   int64_t threads = p.threads;
   // A bias shared by heads is summed by one thread, so that nothing races and the order is fixed.
-  if (p.d_bias && ((p.d_bias_stride[0] == 0 && p.batch > 1) || (p.d_bias_stride[1] == 0 && p.heads > 1) ||
-                   p.d_bias_stride[3] == 0))
-    threads = 1;
+  const int64_t* bias = p.d_bias_stride;
+  const bool shared =
+      (bias[0] == 0 && p.batch > 1) || (bias[1] == 0 && p.heads > 1) || bias[3] == 0;
+  if (p.d_bias && shared) threads = 1;
   const int64_t parts = heads % threads == 0 || heads >= 4 * threads ? 1 : threads;
   const int64_t size = p.batch * p.heads * p.queries * p.dim;
   std::vector<float> partial((parts - 1) * size);
   for_tasks(threads, heads * parts, [&](int64_t task) {
-    const int64_t b = task / parts / p.kv_heads, kv = task / parts % p.kv_heads, part = task % parts;
+    const int64_t b = task / parts / p.kv_heads, kv = task / parts % p.kv_heads;
+    const int64_t part = task % parts;
     Plan plan = plan_for(p);
     plan.keys = BACKWARD_KEYS;
     const int64_t strips = (p.queries + R - 1) / R, k_width = vectors(p.dim) * W;
@@ -1628,8 +1645,9 @@ void backward(const Problem& p) {
     m.q_rows = memory.floats(p.queries * k_width);
     m.g_rows = memory.floats(p.queries * v_width);
     w.buffers.raw = w.buffers.logits = memory.floats(lanes);
-    w.buffers.bias = p.dense.data && p.dense.dtype != BOOL ? memory.floats(lanes) : nullptr;
-    w.buffers.allowed = p.dense.data && p.dense.dtype == BOOL ? (uint8_t*)memory.floats(lanes / 4 + W) : nullptr;
+    const bool boolean = p.dense.dtype == BOOL;
+    w.buffers.bias = p.dense.data && !boolean ? memory.floats(lanes) : nullptr;
+    w.buffers.allowed = p.dense.data && boolean ? (uint8_t*)memory.floats(lanes / 4 + W) : nullptr;
     w.buffers.slope = p.softcap != 0 ? memory.floats(lanes) : nullptr;
     m.dp = memory.floats(lanes);
     m.p = memory.floats(plan.keys * ROWS_AT_ONCE);
@@ -1660,8 +1678,8 @@ void backward(const Problem& p) {
 // ---------------------------------------------------------------------------------------- decode
 //
 // One or two queries against many keys: reading K and V once is all the work, so a row of K lies in
-// the lanes, and the keys are cut into chunks that threads take; `merge` joins the chunks' states as
-// rows.py does.
+// the lanes, and the keys are cut into chunks that threads take; `merge` joins the chunks' states
+// as rows.py does.
 
 constexpr int DECODE_ROWS = 8;        // query rows (heads of a group × queries) of a task
 constexpr int64_t DECODE_KEYS = 256;  // keys of a block
@@ -1740,14 +1758,15 @@ void masked_row(const Problem& p, const Block& block, int64_t b, int64_t h, int6
                 float* logits, float& poison) {
   const int64_t at = i + p.offset;
   const int64_t lo = p.left < 0 ? 0 : at - p.left, hi = p.right < 0 ? p.keys : at + p.right;
-  const int32_t* ids = p.query_ids.data ? (const int32_t*)address(p.query_ids, b, 0, 0, 0) : nullptr;
+  const int32_t* ids = query_ids(p, b);
   const char* dense = p.dense.data ? address(p.dense, b, h, i, block.k0) : nullptr;
   const int64_t step = p.dense.stride[3] * size_of(p.dense.dtype);
   for (int64_t j = block.k0; j < block.k1; j++) {
     const int64_t x = j - block.k0;
     float logit = raw[x];
     if (p.softcap != 0) logit = (float)p.softcap * std::tanh(logit / (float)p.softcap);
-    bool visible = j >= lo && j <= hi && !(block.keep && !block.keep[j]) && !(ids && ids[i] != block.ids[j]);
+    bool visible = j >= lo && j <= hi;
+    visible &= (!block.keep || block.keep[j]) && (!ids || ids[i] == block.ids[j]);
     bool counted = visible;
     if (dense) {
       const float bias = read(dense + x * step, p.dense.dtype);
@@ -1862,10 +1881,12 @@ void decode(const Problem& p) {
   plan.copy = !in_place(p.key) || (p.value_dim && !in_place(p.value));
   plan.keys = DECODE_KEYS;
   const int64_t rows = p.heads / p.kv_heads * p.queries;    // of one kv head, contiguous
-  const int64_t row_pieces = (rows + DECODE_ROWS - 1) / DECODE_ROWS, units = p.batch * p.kv_heads * row_pieces;
+  const int64_t row_pieces = (rows + DECODE_ROWS - 1) / DECODE_ROWS;
+  const int64_t units = p.batch * p.kv_heads * row_pieces;
   // Chunks of whole blocks, enough of them for every thread to have several.
   int64_t blocks = (p.keys + DECODE_KEYS - 1) / DECODE_KEYS;
-  int64_t wanted = std::min(blocks, std::max<int64_t>((4 * p.threads + units - 1) / units, (blocks + 7) / 8));
+  int64_t wanted = std::max<int64_t>((4 * p.threads + units - 1) / units, (blocks + 7) / 8);
+  wanted = std::min(wanted, blocks);
   if (p.threads == 1) wanted = 1;
   const int64_t chunk = (blocks + wanted - 1) / std::max<int64_t>(wanted, 1) * DECODE_KEYS;
   const int64_t chunks = std::max<int64_t>((p.keys + chunk - 1) / std::max<int64_t>(chunk, 1), 1);
@@ -1905,7 +1926,8 @@ void decode(const Problem& p) {
         for (int64_t j = 0; j < keys; j += W) {
           const float* k[W];
           for (int64_t t = 0; t < W; t++) k[t] = block.k + std::min(j + t, keys - 1) * block.ldk;
-          store(raw + j, score_keys(k, query + r * padded, p.dim / W, p.dim % W) * splat((float)p.scale));
+          F score = score_keys(k, query + r * padded, p.dim / W, p.dim % W);
+          store(raw + j, score * splat((float)p.scale));
         }
         const int64_t at = i + p.offset;
         float poison = 0;
@@ -1923,9 +1945,11 @@ void decode(const Problem& p) {
         if (fb != 1)
           for (int64_t j = 0; j < keys; j++) logits[j] *= fb;
         int64_t x = 0;
-        for (; x + 8 * W <= p.value_dim; x += 8 * W) add_values<8>(block.v + x, block.ldv, logits, keys, o + x);
-        for (; x + 4 * W <= p.value_dim; x += 4 * W) add_values<4>(block.v + x, block.ldv, logits, keys, o + x);
-        for (; x + W <= p.value_dim; x += W) add_values<1>(block.v + x, block.ldv, logits, keys, o + x);
+        const float* v = block.v;
+        const int64_t ld = block.ldv, d = p.value_dim;
+        for (; x + 8 * W <= d; x += 8 * W) add_values<8>(v + x, ld, logits, keys, o + x);
+        for (; x + 4 * W <= d; x += 4 * W) add_values<4>(v + x, ld, logits, keys, o + x);
+        for (; x + W <= d; x += W) add_values<1>(v + x, ld, logits, keys, o + x);
         for (int64_t j = 0; x < p.value_dim && j < keys; j++)
           for (int64_t y = x; y < p.value_dim; y++) o[y] += logits[j] * block.v[j * block.ldv + y];
       }
@@ -1970,7 +1994,9 @@ PUBLIC int64_t scaledot_peak(int64_t times, float* out) {
 }
 
 PUBLIC void scaledot_forward(const Problem* p) {
-  const bool few = p->keys >= 32 && !p->octaves && (p->queries <= 2 || (p->queries <= 16 && p->batch * p->heads < p->threads));
+  // Few rows: too few to fill the lanes, or a head's rows too few to share among threads.
+  const bool idle = p->queries <= 16 && p->batch * p->heads < p->threads;
+  const bool few = p->keys >= 32 && !p->octaves && (p->queries <= 2 || idle);
   if (p->statistics) few ? decode<true>(*p) : forward<true>(*p);
   else few ? decode<false>(*p) : forward<false>(*p);
 }
