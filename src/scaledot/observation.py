@@ -653,7 +653,8 @@ def observe(
     A compiled model (torch.compile(model), model.compile() or model.forward = torch.compile(…)) is
     observed inside its graph, which is made anew for the first observation and again used unchanged
     after it. transformers' masks are dense there, n×n. A graph of more than the model, such as a
-    compiled training step, is seen where transformers' interface is called, else not.
+    compiled training step, is seen where transformers' interface is called, else not. Gradient
+    checkpointing inside a graph fails under observation, with torch's own error.
 
     Error: `TOLERANCE` an attention call, rounding alone, padded positions included
     (tests/test_families.py). With statistics or without, `scaledot.attention` gives the same bits.
