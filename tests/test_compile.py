@@ -188,6 +188,24 @@ def test_the_operators_gradient_cannot_be_differentiated_again():
         grad.sum().backward()
 
 
+@pytest.mark.parametrize("mask", ["none", "bottom right", "additive", "bool, one a query"])
+@pytest.mark.parametrize("statistics", [False, True])
+def test_vmap_is_a_loop(mask, statistics):
+    arguments = {**masks(**SHAPE)[mask], "enable_gqa": True, "return_stats": statistics}
+
+    def attend(q, k):
+        result = attention(q, k, v, **arguments)
+        return (result[0], *(result[1].lse, result[1].mean_key)) if statistics else result
+
+    (q, _, _), (q2, k, v) = inputs(**SHAPE), inputs(**SHAPE)
+    mapped = torch.func.vmap(attend, in_dims=(2, None), out_dims=0)(torch.stack([q, q2], 2), k)
+    for i, x in enumerate((q, q2)):
+        torch.testing.assert_close(
+            [y[i] for y in mapped] if statistics else mapped[i],
+            list(attend(x, k)) if statistics else attend(x, k), equal_nan=True,
+        )  # fmt: skip
+
+
 # observe
 
 

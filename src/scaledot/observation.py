@@ -650,6 +650,12 @@ def observe(
     random numbers than unobserved. Forwards of several threads are counted, but nn.Module code
     that calls torch's own attention only in the thread that opened the context.
 
+    A compiled model (torch.compile(model), model.compile() or model.forward = torch.compile(…)) is
+    observed inside its graph, which is made anew for the first observation and again used unchanged
+    after it. transformers' masks are dense there, n×n. A graph of more than the model, such as a
+    compiled training step, is seen where transformers' interface is called, else not. Gradient
+    checkpointing inside a graph fails under observation, with torch's own error.
+
     Error: `TOLERANCE` an attention call, rounding alone, padded positions included
     (tests/test_families.py). With statistics or without, `scaledot.attention` gives the same bits.
     Raises: ScaledotError for an observation that saw nothing, and before more than keep_bytes would

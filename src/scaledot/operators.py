@@ -225,6 +225,32 @@ def _twice(ctx: Any, *grads: Any) -> Any:  # noqa: ARG001
     raise RuntimeError("attention cannot be differentiated twice")
 
 
+def _mapped(
+    info: Any, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """torch.func.vmap: the mapped axis is so many more batches."""
+    if in_dims[_SINKS] is not None:
+        raise RuntimeError("scaledot::attention: sinks cannot be mapped over, they have no batch")
+    query, dim = args[0], in_dims[0]
+    batch = query.shape[0 if dim is None or dim > 0 else 1]
+
+    def fold(position: int) -> Any:
+        x, dim = args[position], in_dims[position]
+        if not isinstance(x, Tensor) or position == _SINKS or x.dim() == 0:
+            return x
+        x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        return x.expand(-1, batch, *x.shape[2:]).flatten(0, 1)
+
+    flat = [fold(position) for position in range(len(args))]
+    results = torch.ops.scaledot.attention(*flat)
+    packed = (0, 0, 0, 1, 1)  # the batch axis of each output
+    unfolded = tuple(
+        x.unflatten(d, (info.batch_size, batch)) if x.dim() > 1 else x.expand(info.batch_size, 0)
+        for x, d in zip(results, packed, strict=True)
+    )
+    return unfolded, packed
+
+
 for _name, _body, _fake in (
     ("attention", _forward, _forward_fake),
     ("attention_backward", _backward, _backward_fake),
@@ -235,3 +261,4 @@ torch.library.register_autograd(
     "scaledot::attention", _differentiate, setup_context=_remember, lib=LIBRARY
 )
 torch.library.register_autograd("scaledot::attention_backward", _twice, lib=LIBRARY)
+torch.library.register_vmap("scaledot::attention", _mapped, lib=LIBRARY)
