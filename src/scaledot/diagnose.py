@@ -295,7 +295,7 @@ def _variance(heads: Sequence[Head]) -> _Result:
     else:
         unit = len(there) - len(wide) - len(narrow)
         other = narrow if wider else wide
-        where += f"; ½ to 2 in {counted(unit, 'head')}"
+        where += f"; ½ to 2 in {counted(unit, 'head')}" if unit else ""
         if other:
             where += f", {'below' if wider else 'above'} in {_names(other)}"
     least, most = min(h.after for h in there), max(h.after for h in there)
