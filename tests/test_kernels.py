@@ -82,11 +82,11 @@ def test_info_says_what_is_here(capfd):
     assert lines["torch"] == torch.__version__
     assert lines["threads"] == str(torch.get_num_threads())
     if native.available() is None:
-        assert lines["native"].split(",")[0] in ("avx2", "baseline")
+        assert lines["native"].split(",")[0] in ("avx512", "avx2", "baseline")
 
 
 def test_a_library_that_does_not_load_is_a_reason(monkeypatch, tmp_path):
-    for variant in ("baseline", "avx2"):
+    for variant in ("baseline", "avx2", "avx512"):
         (tmp_path / f"native_{variant}.so").write_bytes(b"not a library")
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     native._library.cache_clear()

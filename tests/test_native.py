@@ -30,7 +30,7 @@ def test_it_is_there_where_a_compiler_is():
     assert native.available() is None or not shutil.which("c++"), native.available()
 
 
-@pytest.fixture(params=["avx2", "baseline"])
+@pytest.fixture(params=["avx512", "avx2", "baseline"])
 def variant(request, monkeypatch):
     """Each variant that this processor runs; SCALEDOT_ISA forces it."""
     monkeypatch.setenv("SCALEDOT_ISA", request.param)
@@ -426,7 +426,7 @@ def test_what_it_cannot_do_it_says():
 
 @pytest.mark.parametrize(
     ("setting", "said"),
-    [("avx1024", r"SCALEDOT_ISA is 'avx1024': pass one of avx2, baseline"),
+    [("avx1024", r"SCALEDOT_ISA is 'avx1024': pass one of avx512, avx2, baseline"),
      ("", r"it was not compiled")],
 )  # fmt: skip
 def test_a_machine_without_it_hears_why(monkeypatch, tmp_path, setting, said):

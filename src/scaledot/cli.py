@@ -86,7 +86,8 @@ Usage: scaledot info
 Versions, threads, and the kernels that compute attention here: for each, what it computes, or
 why it is not there.
 
-Run      SCALEDOT_ISA=baseline|avx2 in the environment forces a variant of the native kernel
+Run      SCALEDOT_ISA=baseline|avx2|avx512 in the environment forces a variant of the native
+         kernel
 Output   --ascii   --color auto|always|never
 """
 

@@ -62,7 +62,7 @@ using std::uint8_t;
 
 // ---------------------------------------------------------------- vectors: W floats side by side
 
-#if X86 && defined(__AVX512F__)  // for measuring only: no variant ships that our tests cannot run
+#if X86 && defined(__AVX512F__)
 constexpr int W = 16;
 constexpr const char* ISA = "avx512";
 #elif X86 && defined(__AVX2__) && defined(__FMA__)
@@ -1971,12 +1971,15 @@ PUBLIC const char* scaledot_isa() { return ISA; }
 PUBLIC int64_t scaledot_problem_size() { return sizeof(Problem); }
 PUBLIC void scaledot_use_pool(void* parallel_for) { torch_pool = (ParallelFor)parallel_for; }
 
-PUBLIC int64_t scaledot_supports_avx2() {
+PUBLIC int64_t scaledot_supports(const char* variant) {
 #if X86
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#else
-  return 0;
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (!std::strcmp(variant, "avx2")) return avx2;
+  if (!std::strcmp(variant, "avx512"))
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
+  return !std::strcmp(variant, "baseline");
 }
 
 // The machine's peak: `times` × 12 independent multiply-adds of a vector. Returns the flops done.

@@ -1,8 +1,8 @@
 """The CPU kernel in C++ (native.cpp): output and statistics in one pass, forward and backward.
 
 This module finds the compiled libraries beside itself, picks one for this processor, describes a
-problem to it in one struct, and gives its results as `RowStats`. `SCALEDOT_ISA=baseline` or `avx2`
-forces a variant. `available()` says in one line why there is none, and nothing else here may be
+problem to it in one struct, and gives its results as `RowStats`. `SCALEDOT_ISA=baseline`, `avx2` or
+`avx512` forces a variant. `available()` says in one line why there is none, and nothing else here may be
 called then.
 """
 
@@ -31,7 +31,8 @@ FLOATS = 12
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK_DTYPES = DTYPES | {torch.bool: 3, torch.float64: 4}
-_VARIANTS = ("avx2", "baseline")
+_VARIANTS = ("avx512", "avx2", "baseline")
+"""Widest first."""
 OCTAVES = 3
 """Doublings of the scale that one run computes at most, native.cpp's MAX_OCTAVES."""
 _LAYOUT = struct.Struct("=7q3d3q42q8q10q4q")
@@ -63,12 +64,10 @@ def _load() -> ctypes.CDLL:
         raise _Missing("it was not compiled: no C++ compiler was found when scaledot was installed")
     try:
         library = _open(found["baseline"])
-        if not wanted:
-            wanted = "avx2" if library.scaledot_supports_avx2() and "avx2" in found else "baseline"
-        if wanted == "avx2":
-            if not library.scaledot_supports_avx2() or "avx2" not in found:
-                raise _Missing("SCALEDOT_ISA is 'avx2': this processor or build has none")
-            library = _open(found["avx2"])
+        runs = [v for v in found if library.scaledot_supports(v.encode())]
+        if wanted and wanted not in runs:
+            raise _Missing(f"SCALEDOT_ISA is {wanted!r}: this processor or build has none")
+        library = _open(found[wanted or runs[0]])
     except OSError as error:
         raise _Missing(f"its library does not load: {error}") from None
     if library.scaledot_problem_size() != _LAYOUT.size:
@@ -82,8 +81,9 @@ def _load() -> ctypes.CDLL:
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.scaledot_isa.restype = ctypes.c_char_p
-    for name in ("scaledot_problem_size", "scaledot_supports_avx2"):
+    for name in ("scaledot_problem_size", "scaledot_supports"):
         getattr(library, name).restype = ctypes.c_int64
+    library.scaledot_supports.argtypes = [ctypes.c_char_p]
     library.scaledot_use_pool.argtypes = [ctypes.c_void_p]
     for name in ("scaledot_forward", "scaledot_backward"):
         function = getattr(library, name)
