@@ -1,9 +1,9 @@
-"""The CPU kernel in C++ (native.cpp): output and statistics in one pass, forward and backward.
+"""The CPU kernel in C++ (native.cpp): output and every statistic in one pass, forward and backward.
 
-This module finds the compiled libraries beside itself, picks one for this processor, describes a
-problem to it in one struct, and gives its results as `RowStats`. `SCALEDOT_ISA=baseline`, `avx2` or
-`avx512` forces a variant. `available()` says in one line why there is none, and nothing else here may be
-called then.
+This module finds the compiled libraries beside itself, picks the widest that this processor runs,
+describes a problem to it in one struct, and gives its results as `RowStats`. `SCALEDOT_ISA`
+(baseline, avx2 or avx512) forces a variant. `available()` says in one line why there is none, and
+nothing else here may be called then.
 """
 
 from __future__ import annotations
