@@ -16,6 +16,9 @@ from scaledot.checks import Problem
 from scaledot.masks import Visibility
 from scaledot.rows import RowStats
 
+ROWS = 512
+"""Queries whose products are held at once."""
+
 OFFSETS = {"previous": -1, "current": 0, "next": 1}
 
 
@@ -30,9 +33,15 @@ def weight_at(
     keys, kv_heads = problem.key.shape[2], problem.key.shape[1]
     inside = (index >= 0) & (index < keys)
     at = index.clamp(0, max(keys - 1, 0)).expand(batch, queries)
-    k = problem.key.gather(2, at[:, None, :, None].expand(batch, kv_heads, queries, dim))
     q = problem.query.unflatten(1, (kv_heads, -1))
-    logit = (q.to(lse.dtype) * k.to(lse.dtype)[:, :, None]).sum(-1).flatten(1, 2) * problem.scale
+    logit = torch.empty((*q.shape[:3], queries), dtype=lse.dtype, device=lse.device)
+    # Some queries at a time: all of q·k before its sum would be as large as q itself.
+    for q0 in range(0, queries, ROWS):
+        q1 = min(q0 + ROWS, queries)
+        chosen = at[:, None, q0:q1, None].expand(batch, kv_heads, q1 - q0, dim)
+        k = problem.key.gather(2, chosen).to(lse.dtype)
+        logit[..., q0:q1] = (q[..., q0:q1, :].to(lse.dtype) * k[:, :, None]).sum(-1)
+    logit = logit.flatten(1, 2) * problem.scale
     if problem.softcap is not None:
         logit = problem.softcap * torch.tanh(logit / problem.softcap)
     visible, bias = seen.at(at)
