@@ -63,6 +63,11 @@ def test_narrow_scores_are_named_as_narrow():
     assert f.where == "within-row variance below ½, layers 0–1"
 
 
+def test_where_nothing_is_unit_the_other_side_is_named_with_its_bound():
+    some = heads({"within": 0.25}, *[{"within": 9.0}] * 7)
+    assert found(some)[0]["variance"].where == "within-row variance above 2; below ½ in 0.0"
+
+
 def test_a_variance_of_130_is_no_reason_to_doubt_the_scale():
     result, clear = found(heads({"within": 130.0}))
     assert "scale" not in result

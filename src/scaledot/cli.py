@@ -223,10 +223,6 @@ def _audit(
     from scaledot.auditing import audit
     from scaledot.loading import load, sample_text
 
-    if texts is None:
-        texts = [sample_text()]
-        if model is not None:
-            _note("no text given: the embedded text is used; pass --text or --file for your own")
     with err.status("Loading"):
         loaded = load(
             model, tokenizer=tokenizer, device=device, dtype=dtype, allow_pickle=allow_pickle,
@@ -234,6 +230,10 @@ def _audit(
         )  # fmt: skip
     for note in loaded.notes:
         _note(note)
+    if texts is None:
+        texts = [sample_text()]
+        if model is not None:
+            _note("no text given: the embedded text is used; pass --text or --file for your own")
     with terminal.progress(err) as update:
         result = audit(
             loaded.model, loaded.tokenizer, texts, max_tokens=max_tokens,

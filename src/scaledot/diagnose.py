@@ -297,7 +297,10 @@ def _variance(heads: Sequence[Head]) -> _Result:
         other = narrow if wider else wide
         where += f"; ½ to 2 in {counted(unit, 'head')}" if unit else ""
         if other:
-            where += f", {'below' if wider else 'above'} in {_names(other)}"
+            side, end = ("below", "½") if wider else ("above", "2")
+            where += (
+                f", {side} in {_names(other)}" if unit else f"; {side} {end} in {_names(other)}"
+            )
     least, most = min(h.after for h in there), max(h.after for h in there)
     middle, overall = (statistics.median(getattr(h, n) for h in there) for n in ("within", "after"))
     extreme = high if wider else low
