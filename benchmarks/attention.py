@@ -155,16 +155,20 @@ def backward(quick: bool, seconds: float) -> Iterator[Line]:
             fused = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
             @torch.no_grad()
-            def ours() -> None:
+            def ours(**more: bool) -> None:
                 native.backward(
                     q, k, v, seen, terms, top, mass, rows.entropy, counted, out, d_out, d_lse,
-                    d_entropy, bias_gradient=False,
+                    d_entropy, bias_gradient=False, **more,
                 )  # fmt: skip
 
             yield compare(
                 "backward, causal" if causal else "backward, full", f"{h}×{n}×{d}",
                 lambda: torch.autograd.grad(fused, (q, k, v), d_out, retain_graph=True), ours,
                 flops=10.0 * h * n * n * d / (2 if causal else 1), seconds=seconds,
+            )  # fmt: skip
+            yield compare(
+                "gradient sums on, against off", f"{h}×{n}×{d}", ours, lambda: ours(rows=True),
+                seconds=seconds,
             )  # fmt: skip
 
 

@@ -89,12 +89,12 @@ double run(const Shape& s, MaskKind kind, bool half, bool capped, bool with_sink
   p.out = out, p.rows = numbers, p.whole = whole, p.nonfinite = flags;
   scaledot_forward(&p);
 
-  // Statistics alone, at four scales.
+  // At five scales in one run, which has the values too.
   Problem sweep = p;
-  Block1<float> swept(4 * FIELDS * rows);
-  Block1<int32_t> swept_whole(4 * 2 * rows);
-  Block1<uint8_t> swept_flags(4 * rows);
-  sweep.value = {}, sweep.value_dim = 0, sweep.out = nullptr, sweep.octaves = 3;
+  Block1<float> swept(5 * FIELDS * rows);
+  Block1<int32_t> swept_whole(5 * 2 * rows);
+  Block1<uint8_t> swept_flags(5 * rows);
+  sweep.octaves = 4;
   sweep.rows = swept, sweep.whole = swept_whole, sweep.nonfinite = swept_flags;
   scaledot_forward(&sweep);
 
@@ -107,6 +107,9 @@ double run(const Shape& s, MaskKind kind, bool half, bool capped, bool with_sink
     const int64_t strides[4] = {0, per_head, s.keys, 1};
     std::copy(strides, strides + 4, p.d_bias_stride);
   }
+  auto constants = normal(CONSTANTS * rows);
+  Block1<float> sums(SUMS * rows);
+  p.constants = constants, p.sums = sums;
   scaledot_backward(&p);
 
   double worst = 0;
@@ -143,6 +146,59 @@ double run(const Shape& s, MaskKind kind, bool half, bool capped, bool with_sink
   return worst;
 }
 
+// Row moments over prefixes of runs of `run` keys, every fifth key left out, against two loops.
+double run_moments(const Shape& s, int64_t run, bool half, int64_t threads) {
+  const int64_t rows = s.heads * s.queries, group = s.heads / s.kv_heads, dim = s.dim;
+  auto q = normal(rows * dim), k = normal(s.kv_heads * s.keys * dim);
+  Block1<uint16_t> hq(rows * dim), hk(s.kv_heads * s.keys * dim);
+  for (int64_t i = 0; half && i < rows * dim; i++) q[i] = widen_bfloat16(hq[i] = to_bfloat16(q[i]));
+  for (int64_t i = 0; half && i < s.kv_heads * s.keys * dim; i++)
+    k[i] = widen_bfloat16(hk[i] = to_bfloat16(k[i]));
+  Block1<int64_t> runs(s.keys), source(s.keys), start(s.queries), stop(s.queries);
+  Block1<uint8_t> weight(s.kv_heads * s.keys);
+  Block1<double> toward(s.heads * dim), mean(rows), m2(rows), bias_mean(rows), bias_m2(rows);
+  Block1<double> state(s.kv_heads * (1 + dim + dim * dim));
+  for (int64_t j = 0; j < s.keys; j++) runs[j] = j / run * run, source[j] = s.keys - 1 - j;
+  for (int64_t j = 0; j < s.kv_heads * s.keys; j++) weight[j] = j % 5 != 4;
+  for (int64_t i = 0; i < s.queries; i++) {
+    stop[i] = i * s.keys / std::max<int64_t>(s.queries - 1, 1);
+    start[i] = stop[i] ? runs[stop[i] - 1] : 0;
+  }
+  for (int64_t i = 0; i < s.heads * dim; i++) toward[i] = q[i % (rows * dim)];
+  const int64_t type = half ? BFLOAT16 : FLOAT32;
+  Moments p{};
+  p.batch = 1, p.heads = s.heads, p.kv_heads = s.kv_heads, p.queries = s.queries, p.keys = s.keys;
+  p.dim = dim, p.threads = threads;
+  p.query = {half ? (char*)(uint16_t*)hq : (char*)(float*)q, type, {0, s.queries * dim, dim, 1}};
+  p.key = {half ? (char*)(uint16_t*)hk : (char*)(float*)k, type, {0, s.keys * dim, dim, 1}};
+  p.source = source, p.runs = run < s.keys ? (int64_t*)runs : nullptr, p.start = start, p.stop = stop;
+  p.weight = weight, p.toward = toward, p.state = state;
+  p.mean = mean, p.m2 = m2, p.bias_mean = bias_mean, p.bias_m2 = bias_m2;
+  scaledot_moments(&p);
+
+  double worst = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t h = r / s.queries, i = r % s.queries, kv = h / group;
+    auto against = [&](auto with, double a_mean, double a_m2) {
+      double n = 0, sum = 0, square = 0;
+      for (int pass = 0; pass < 2; pass++)
+        for (int64_t j = start[i]; j < stop[i]; j++) {
+          if (!weight[kv * s.keys + j]) continue;
+          double dot = 0;
+          for (int64_t x = 0; x < dim; x++)
+            dot += (double)with[x] * k[(kv * s.keys + source[j]) * dim + x];
+          if (pass == 0) n++, sum += dot;
+          else square += (dot - sum / n) * (dot - sum / n);
+        }
+      worst = std::max(worst, std::fabs(a_mean - (n ? sum / n : 0)));
+      worst = std::max(worst, std::fabs(a_m2 - square) / std::max(1.0, square));
+    };
+    against((float*)q + r * dim, mean[r], m2[r]);
+    against((double*)toward + h * dim, bias_mean[r], bias_m2[r]);
+  }
+  return worst;
+}
+
 int main() {
   const Shape shapes[] = {
       {2, 1, 1, 33, 8, 8},   {4, 2, 2, 300, 7, 5},    {1, 1, 1, 1, 1, 1},       {2, 2, 3, 5, 9, 17},
@@ -156,6 +212,15 @@ int main() {
         worst = std::max(worst, run(s, (MaskKind)kind, more & 1, more & 2, more == 3, 1 + more % 3));
         problems++;
       }
+  double worst_moment = 0;
+  for (const Shape& s : shapes)
+    for (int64_t run : {1, 3, 50, 1000})
+      for (int more = 0; more < 4; more++) {
+        const Shape longer{s.heads, s.kv_heads, s.queries, more & 2 ? s.keys * 9 : s.keys, s.dim, 0};
+        worst_moment = std::max(worst_moment, run_moments(longer, run, more & 1, 1 + more % 3));
+        problems++;
+      }
+  worst = std::max(worst, worst_moment * 1e6);   // they are in double
   std::printf("%s: %d problems, largest error %.2g\n", ISA, problems, worst);
   return worst < 1e-5 ? 0 : 1;
 }

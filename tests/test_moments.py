@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 
 import scaledot
 from oracle import inputs
-from scaledot import Mask, moments, score_moments, trace
-from scaledot.moments import ERROR, merge
+from scaledot import Mask, checks, intervals, moments, row_stats, score_moments, trace
+from scaledot.heads import HeadStats
+from scaledot.heads import merge as merge_heads
+from scaledot.kernels import native
+from scaledot.masks import resolve
+from scaledot.moments import ERROR, merge, row_budget, width_factors
 
 
 def structured(batch, queries, keys):
@@ -112,10 +116,40 @@ def close(name, actual, expected, bound, scale=0.0):
     assert worst <= 0, f"{name}: {float(worst):.3g} above the bound"
 
 
-def assert_as_squared(q, k, **arguments):
-    """Every moment of q and k is the one of the n² computation."""
-    m = score_moments(q, k, **arguments)
+KERNELS = ("tiled", "native") if native.available() is None else ("tiled",)
+here = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+
+
+@pytest.fixture(params=["avx512", "avx2", "baseline"])
+def variant(request, monkeypatch):
+    """Each variant that this processor runs; SCALEDOT_ISA forces it."""
+    monkeypatch.setenv("SCALEDOT_ISA", request.param)
+    native._library.cache_clear()
+    if reason := native.available():
+        pytest.skip(reason)
+    assert native.info()["isa"] == request.param
+    yield request.param
+    native._library.cache_clear()
+
+
+@pytest.fixture
+def three_threads():
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+def assert_as_squared(q, k, *, kernels=KERNELS, **arguments):
+    """Every moment of q and k is the one of the n² computation, by every kernel."""
     want = squared(q, k, **arguments)
+    for kernel in kernels:
+        m = score_moments(q, k, kernel=kernel, **arguments)
+        assert m.kernel == kernel
+        assert_moments(m, want, q, k)
+    return m
+
+
+def assert_moments(m, want, q, k):
     # A variance of nearly equal scores is of rounding errors: held against the width of the rest.
     total = want["var"].nan_to_num()
     size = (
@@ -138,7 +172,6 @@ def assert_as_squared(q, k, **arguments):
     close("product of the factors", width, m.ratio, ERROR, 1e-6)
     unit = m.unit_scale * m.ratio
     close("unit scale", unit.nan_to_num(abs(m.scale)), torch.full_like(unit, abs(m.scale)), ERROR)
-    return m
 
 
 def shifted(x, size):
@@ -433,7 +466,7 @@ def test_the_budget_of_full_attention_is_the_formula():
     }
     for name, x in want.items():
         close(name, getattr(b, name), x[None], ERROR)
-    assert b.scale == pytest.approx(0.5 * math.sqrt(7))
+    assert b.scale.item() == pytest.approx(0.5 * math.sqrt(7))
     within = (b.interaction + b.key_bias) * 4
     assert torch.allclose(b.effective_d_k, within / (b.norms**2))
 
@@ -552,6 +585,7 @@ def test_real_heads_agree_with_the_statistics_of_observe():
         heads = [seen.trace(path, head=h) for h in range(stats.heads)]
         q, k = (torch.stack([getattr(t, name) for t in heads])[None] for name in ("query", "key"))
         m = assert_as_squared(q, k, is_causal=True, scale=heads[0].scale)
+        assert_as_squared_budget(q, k, is_causal=True, scale=heads[0].scale)
         merged = merge([m])
         for name in ("var", "var_within", "row_shift"):
             want = getattr(stats.scaled, name)
@@ -559,3 +593,312 @@ def test_real_heads_agree_with_the_statistics_of_observe():
         score_var = stats.measures["score_var"].average
         assert torch.allclose(m.row_var_mean[0], score_var, rtol=1e-5)
         assert torch.equal(m.count[0], stats.scaled.count)
+
+
+# The native kernel
+
+
+@here
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_variant_is_the_squared_computation(variant, mask):
+    """Several chunks and strips, none whole; keys whose mean is far beyond their spread."""
+    q, k, _ = inputs(queries=103, keys=157, d_k=17)
+    arguments = structured(2, 103, 157)[mask]
+    assert_as_squared(q, shifted(k, 100), kernels=["native"], enable_gqa=True, **arguments)
+
+
+@here
+@pytest.mark.parametrize("d_k", [1, 8, 40, 130, 300])
+@pytest.mark.parametrize("mask", ["none", "bottom right", "window with holes"])
+def test_every_variant_at_any_width(variant, d_k, mask):
+    q, k, _ = inputs(batch=1, heads=2, kv_heads=1, queries=211, keys=223, d_k=d_k)
+    arguments = structured(1, 211, 223)[mask]
+    assert_as_squared(q, shifted(k, 10), kernels=["native"], enable_gqa=True, **arguments)
+
+
+@here
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.usefixtures("three_threads")
+def test_keys_shared_among_threads_are_the_squared_computation(variant, mask):
+    """One kv head cut along its keys into five pieces."""
+    q, k, _ = inputs(batch=1, heads=2, kv_heads=1, queries=1000, keys=1013, dtype=torch.float64)
+    arguments = structured(1, 1000, 1013)[mask]
+    assert_as_squared(q, shifted(k, 100), kernels=["native"], enable_gqa=True, **arguments)
+
+
+@here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("strides", ["contiguous", "heads inside", "columns", "expanded"])
+def test_any_dtype_and_strides_natively(dtype, strides):
+    q, k, _ = inputs(queries=67, keys=73, d_k=70, dtype=dtype)
+    if strides == "heads inside":
+        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+    elif strides == "columns":
+        q, k = (x.mT.contiguous().mT for x in (q, k))
+    elif strides == "expanded":
+        q, k = q[:, :1].expand_as(q), k[:1].expand_as(k)
+    for mask in ({}, {"is_causal": "bottom_right"}, {"window": (30, 2)}):
+        assert_as_squared(q, k, kernels=["native"], enable_gqa=True, **mask)
+
+
+@here
+def test_auto_is_native_where_it_is_there(monkeypatch):
+    q = torch.randn(1, 9, 3)
+    assert score_moments(q, q).kernel == "native"
+    assert 'not on cuda: pass kernel="tiled"' in native.moments_reason("cuda")
+    assert score_moments(q, q, kernel="tiled").kernel == "tiled"
+    monkeypatch.setattr(native, "available", lambda: "it was not compiled")
+    assert score_moments(q, q).kernel == "tiled"
+    with pytest.raises(ValueError, match="'native' is not there: it was not compiled"):
+        score_moments(q, q, kernel="native")
+    with pytest.raises(ValueError, match="kernel is 'fast'"):
+        score_moments(q, q, kernel="fast")
+
+
+# The budget of a row
+
+
+def tensor_masks(batch, heads, queries, keys):
+    """Masks without structure, and padding and biases that hide nothing else, as tensors."""
+    one = torch.rand(batch, 1, queries, keys) < 0.5
+    apart = torch.rand(batch, heads, queries, keys) < 0.5
+    padding = torch.where(torch.rand(batch, 1, 1, keys) < 0.7, 0.0, -math.inf).double()
+    low = torch.finfo(torch.float64).min
+    bias = torch.randn(1, heads, queries, keys, dtype=torch.float64)
+    triangle = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    triangle = triangle & (padding == 0)
+    hole = triangle.clone()
+    hole[:, :, queries // 2, keys // 3] ^= True
+    return {
+        "causal padding written out": {"attn_mask": triangle},
+        "causal written out, additive": {"attn_mask": torch.where(triangle[:1], bias[:, :1], low)},
+        "top left written out": {"attn_mask": torch.ones_like(one).tril()},
+        "nothing hidden, written out": {"attn_mask": torch.ones_like(one)},
+        "all but one written out": {"attn_mask": hole},
+        "boolean": {"attn_mask": one},
+        "boolean a head": {"attn_mask": apart},
+        "boolean, causal": {"attn_mask": one, "is_causal": "bottom_right"},
+        "boolean, one row for all": {"attn_mask": apart[:1, :, :1]},
+        "additive": {"attn_mask": torch.where(apart, bias, low)},
+        "additive, −inf": {"attn_mask": torch.where(one, bias[:, :1], -math.inf)},
+        "additive padding": {"attn_mask": padding, "is_causal": "bottom_right"},
+        "additive, nothing hidden": {"attn_mask": bias, "is_causal": "bottom_right"},
+    }
+
+
+ANY_MASK = MASKS + tuple(tensor_masks(1, 1, 1, 1))
+
+
+def any_mask(batch, heads, queries, keys):
+    return structured(batch, queries, keys) | tensor_masks(batch, heads, queries, keys)
+
+
+def budget_of(q, k, real=None, **arguments):
+    """`row_budget` of a call, and the rows that it had."""
+    arguments = {"enable_gqa": True} | arguments
+    p = checks.problem(q, k, None, enable_gqa=True, scale=arguments.get("scale"))
+    mask = {x: arguments[x] for x in ("attn_mask", "is_causal", "window") if x in arguments}
+    seen = resolve(p, **mask)
+    rows = row_stats(q, k, **arguments)
+    return row_budget(p, seen, rows, real=real), rows
+
+
+def squared_budget(q, k, real=None, **arguments):
+    """Both row measures by their definition."""
+    t = trace(q.double(), k.double(), enable_gqa=True, **arguments)
+    visible = t.visible.double()
+    n = visible.sum(-1)
+    k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    of = (n > 0) & ~t.rows.nonfinite
+    of = (of if real is None else of & real[:, None])[..., None]
+    mean_query = torch.where(of, q.double(), 0.0).sum(2) / of.sum(2)
+    k = k.nan_to_num(0.0, 0.0, 0.0)
+    along = (k @ mean_query[..., None])[..., 0][:, :, None] * t.scale
+    centre = (visible * along).sum(-1) / n
+    bias = (visible * (along - centre[..., None]).square()).sum(-1) / n
+    mean_key = visible @ k / n[..., None]
+    spread = torch.stack(
+        [(visible[:, :, i] * (k - mean_key[:, :, i, None]).square().sum(-1)).sum(-1) / n[..., i]
+         for i in range(q.shape[2])], -1
+    )  # fmt: skip
+    bad = t.rows.nonfinite
+    return {"key_bias": bias.masked_fill(bad, math.nan),
+            "key_spread": spread.masked_fill(bad, math.nan)}  # fmt: skip
+
+
+def assert_as_squared_budget(q, k, real=None, **arguments):
+    found, rows = budget_of(q, k, real, **arguments)
+    want = squared_budget(q, k, real, **arguments)
+    for name, x in found.items():
+        # What is constant along a row but for rounding errors is held against other rows.
+        size = want[name].nan_to_num().amax() * 1e-3
+        close(name, x, want[name], ERROR, size)
+        assert not x[rows.visible == 1].nan_to_num().any()
+    return found
+
+
+@pytest.mark.parametrize("mask", ANY_MASK)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_rows_budget_is_the_squared_computation(mask, dtype):
+    q, k, _ = inputs(queries=53, keys=61, dtype=dtype)
+    arguments = any_mask(2, 6, 53, 61)[mask]
+    if dtype == torch.float32 and "attn_mask" in arguments:
+        bias = arguments["attn_mask"]
+        if isinstance(bias, torch.Tensor) and bias.dtype == torch.float64:
+            arguments["attn_mask"] = bias.clamp(min=torch.finfo(dtype).min).to(dtype)
+    assert_as_squared_budget(q, k, **arguments)
+    assert_as_squared_budget(shifted(q, 30), shifted(k, 1e3), **arguments)
+    assert_as_squared_budget(correlated(q), shifted(correlated(k), 1), scale=-2.0, **arguments)
+    real = torch.rand(2, 53) < 0.6
+    assert_as_squared_budget(q, k, real, **arguments)
+
+
+def test_a_tensor_that_is_causality_and_padding_is_recognised():
+    q, k, _ = inputs(queries=53, keys=61)
+    p = checks.problem(q, k, None, enable_gqa=True)
+    for name, arguments in tensor_masks(2, 6, 53, 61).items():
+        fit = intervals.recognised(resolve(p, **arguments))
+        plain = "written out" in name and "but one" not in name
+        assert (fit is not None) == (plain or "padding" in name or "nothing" in name), name
+
+
+@pytest.mark.parametrize("mask", ["none", "bottom right", "window", "documents", "boolean"])
+@pytest.mark.parametrize("kind", ["outlier", "trend", "step", "documents apart"])
+def test_nothing_cancels_in_a_rows_budget(mask, kind):
+    q, k, _ = inputs(batch=1, heads=2, kv_heads=1, queries=499, keys=499, dtype=torch.float64)
+    direction = torch.randn(7, dtype=torch.float64)
+    place = torch.arange(499.0, dtype=torch.float64)[:, None]
+    how = {
+        "outlier": 1e4 * (place == 100),
+        "trend": 10 * place,
+        "step": 1e4 * (place > 250),
+        "documents apart": 1e3 * (place // 4 % 7),
+    }
+    assert_as_squared_budget(q, k + how[kind] * direction, **any_mask(1, 2, 499, 499)[mask])
+
+
+@given(
+    left=st.integers(-1, 70),
+    right=st.integers(-1, 70),
+    queries=st.integers(1, 150),
+    keys=st.integers(1, 150),
+    documents=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+)
+def test_a_rows_budget_of_any_window_and_documents(left, right, queries, keys, documents, seed):
+    torch.manual_seed(seed)
+    q = torch.randn(1, 2, queries, 3, dtype=torch.float64)
+    k = torch.randn(1, 1, keys, 3, dtype=torch.float64) + 10
+    ids = torch.randint(documents, (queries,)), torch.randint(documents, (keys,))
+    holes = torch.rand(1, keys) < 0.8
+    mask = Mask(window=(left, right), segments=ids if documents > 1 else None, keys=holes)
+    if right == 0:
+        mask = mask & Mask(causal="bottom_right")
+    assert_as_squared_budget(q, k, attn_mask=mask)
+
+
+@pytest.mark.parametrize("mask", ["none", "bottom right", "window", "boolean"])
+def test_what_is_not_a_number_spoils_only_the_budgets_of_rows_that_see_it(mask):
+    q, k, _ = inputs(queries=40, keys=40, dtype=torch.float64)
+    k[0, 1, 20, 3] = math.inf
+    q[1, 2, 30, 1] = math.nan
+    found = assert_as_squared_budget(q, k, **any_mask(2, 6, 40, 40)[mask])
+    assert found["key_bias"].isnan().any()
+    assert found["key_bias"].isfinite().any()
+    # Hidden, it does not matter.
+    real = torch.ones(2, 40, dtype=torch.bool)
+    real[0, 20] = False
+    hidden = {"attn_mask": Mask(keys=real), "is_causal": "bottom_right"}
+    found = assert_as_squared_budget(q, k, **hidden)
+    assert found["key_spread"][0].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 3), (2, 2, 0, 3), (2, 2, 3, 0), (1, 2, 1, 9)])
+@pytest.mark.parametrize("mask", [{}, {"window": (2, 2)}, "tensor"])
+def test_a_rows_budget_of_axes_of_length_zero_and_one(mask, shape):
+    batch, heads, queries, keys = shape
+    q, k = torch.randn(batch, heads, queries, 3), torch.randn(batch, 1, keys, 3)
+    tensor = {"attn_mask": torch.ones(batch, heads, queries, keys, dtype=torch.bool)}
+    found, _ = budget_of(q, k, **(tensor if mask == "tensor" else mask))
+    for x in found.values():
+        assert x.shape == (batch, heads, queries)
+        assert x.dtype == torch.float64
+        assert x.isnan().all() == (keys == 0 or not x.numel())
+
+
+def test_the_mean_query_is_of_each_text_alone():
+    """A batch is its texts; what is padding or sees nothing is not in the mean."""
+    q, k, _ = inputs(queries=20, keys=20, dtype=torch.float64)
+    both, _ = budget_of(q, k, is_causal=True)
+    for b in range(2):
+        alone, _ = budget_of(q[b : b + 1], k[b : b + 1], is_causal=True)
+        for name, x in both.items():
+            torch.testing.assert_close(x[b : b + 1], alone[name], rtol=1e-12, atol=0)
+    real = torch.zeros(2, 20, dtype=torch.bool)
+    found, _ = budget_of(q, k, real, is_causal=True)
+    assert found["key_bias"][:, :, 1:].isnan().all()
+    assert torch.equal(found["key_spread"], both["key_spread"])
+
+
+def stats_of(q, k, **arguments):
+    extra, rows = budget_of(q, k, **arguments)
+    extra["query_norm"] = q.norm(dim=-1)
+    scale = arguments.get("scale", 1 / math.sqrt(q.shape[-1]))
+    return HeadStats.of(rows, scale=scale, d_k=q.shape[-1], kv_heads=k.shape[1], extra=extra)
+
+
+def test_the_width_of_a_module_is_the_mean_over_the_rows_of_all_texts():
+    texts = [inputs(batch=b, queries=n, keys=n, dtype=torch.float64)[:2] for b, n in
+             ((1, 40), (2, 7), (1, 1))]  # fmt: skip
+    texts = [(shifted(q, 1), shifted(k, 2)) for q, k in texts]
+    stats = None
+    within, bias, spread, norm = [], [], [], []
+    for q, k in texts:
+        more = stats_of(q, k, is_causal=True)
+        stats = more if stats is None else merge_heads(stats, more)
+        t = trace(q, k, is_causal=True, enable_gqa=True)
+        two = t.rows.visible[0, 0] > 1
+        want = squared_budget(q, k, is_causal=True)
+        columns = (t.rows.score_var, want["key_bias"], want["key_spread"])
+        for total, x in zip((within, bias, spread), columns, strict=True):
+            total.append(x[:, :, two].transpose(0, 1).flatten(1))
+        norm.append(q.square().sum(-1).transpose(0, 1).flatten(1))
+    within, bias, spread, norm = (torch.cat(x, 1).mean(1) for x in (within, bias, spread, norm))
+    w = width_factors(stats)
+    close("within", w.within, within, ERROR)
+    close("key_bias", w.key_bias, bias, ERROR)
+    close("interaction", w.interaction, within - bias, ERROR, within)
+    close("query_norm", w.query_norm, norm.sqrt(), ERROR)
+    close("key_spread", w.key_spread, spread.sqrt(), ERROR)
+    close("norms", w.norms, (norm * spread).sqrt() / 7, ERROR)
+    close("row_shift", w.row_shift, stats.scaled.row_shift, ERROR)
+    close("total", w.total, w.interaction + w.key_bias + w.row_shift, ERROR)
+    close("ratio", w.ratio, within.sqrt(), ERROR)
+    close("unit_scale", w.unit_scale, within.rsqrt() / math.sqrt(7), ERROR)
+    close("effective_d_k", w.effective_d_k, 7 * 7 * within * 7 / (norm * spread), ERROR)
+    assert torch.allclose(w.scale, torch.ones_like(w.scale))
+
+
+def test_in_full_attention_the_width_is_the_budgets():
+    q, k, _ = inputs(batch=1, queries=31, keys=43, dtype=torch.float64)
+    q, k = shifted(q, 2), shifted(k, 3)
+    w = width_factors(stats_of(q, k, scale=0.7))
+    b = score_moments(q, k, scale=0.7, enable_gqa=True).budget
+    for name in ("total", "interaction", "row_shift", "key_bias", "scale", "norms", "alignment",
+                 "query_norm", "key_spread", "effective_d_k", "ratio", "unit_scale"):  # fmt: skip
+        close(name, getattr(w, name), getattr(b, name)[0], ERROR, 1e-2)
+    assert str(w) == str(b).replace("head 0.", "head ")
+
+
+def test_the_width_of_calls_with_different_scales_and_of_none():
+    q, k, _ = inputs(batch=1, dtype=torch.float64)
+    a, b = stats_of(q, k, scale=0.5), stats_of(q, k, scale=-1.0)
+    w = width_factors(merge_heads(a, b))
+    close("scale", w.scale, torch.full_like(w.scale, math.sqrt(7 * (0.25 + 1) / 2)), ERROR)
+    close("ratio", w.ratio, w.within.sqrt(), ERROR)
+    w = width_factors(stats_of(q, k[:, :, :1]))
+    assert w.ratio.isnan().all()
+    assert "no width" in str(w)
+    with pytest.raises(ValueError, match="no key_bias and no key_spread"):
+        width_factors(HeadStats.of(row_stats(q, k, enable_gqa=True), scale=1.0, d_k=7, kv_heads=3,
+                                   extra={"query_norm": q.norm(dim=-1)}))  # fmt: skip

@@ -237,7 +237,7 @@ def test_a_scale_sweep_is_the_oracles_at_each_scale(variant, mask, sink):
     sinks = torch.linspace(-3, 3, 6) if sink else None
     arguments = masks(**SHAPE)[mask]
     p, seen, terms = problem(q, k, v, sinks=sinks, scale=1 / 9, **arguments, **GROUPED)
-    swept = native.sweep(p.query, p.key, seen, terms, factors)
+    swept, _ = native.sweep(p.query, p.key, seen, terms, factors)
     assert len(swept) == len(factors)
     for factor, rows in zip(factors, swept, strict=True):
         is_the_oracles(
@@ -461,3 +461,21 @@ native.backward(q, q, q, seen, terms, top, mass, rows.entropy, rows.visible > 0,
                 None, False)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@here
+@pytest.mark.parametrize("queries", [1, 2, 3])
+def test_a_visible_score_of_minus_infinity_spoils_its_row(variant, queries):
+    q, k, v = torch.ones(1, 1, queries, 4), torch.randn(1, 1, 40, 4), torch.randn(1, 1, 40, 4)
+    k[0, 0, 5] = -math.inf
+    p, seen, terms = problem(q, k, v)
+    out, rows, _, _ = native.forward(p.query, p.key, p.value, seen, terms)
+    assert out.isnan().all()
+    assert rows.nonfinite.all()
+    assert (rows.visible == 40).all()
+    hidden = torch.ones(1, 1, queries, 40, dtype=torch.bool)
+    hidden[..., 5] = False
+    p, seen, terms = problem(q, k, v, hidden)
+    out, rows, _, _ = native.forward(p.query, p.key, p.value, seen, terms)
+    assert out.isfinite().all()
+    assert (rows.visible == 39).all()

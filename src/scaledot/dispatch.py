@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any, Literal, overload
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scaledot import checks, operators
-from scaledot.kernels import Terms
+from scaledot.kernels import Gradients, Terms
 from scaledot.masks import Mask, Visibility, resolve
 from scaledot.rows import RowStats
 
@@ -122,10 +122,42 @@ def attention(
         and not torch.is_autocast_enabled(query.device.type)
         and not torch.compiler.is_compiling()
     ):
-        kernel = _pick(kernel, query, 0.0)
+        kernel = pick(kernel, query, 0.0)
         simple = _simple(query.shape, key.shape[2], is_causal, query.device)
         out, rows = _run(kernel, query, key, value, *simple, return_stats)
         return out if rows is None else (out, rows)
+    out, rows = _attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap,
+        sinks, kernel, return_stats, None,
+    )  # fmt: skip
+    return out if rows is None else (out, rows)
+
+
+def watched(
+    watch: Callable[[Gradients], None], query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Mask | Tensor | None, dropout_p: float, is_causal: bool | str, scale: float | None,
+    enable_gqa: bool, *, softcap: float | None, sinks: Tensor | None,
+) -> tuple[Tensor, RowStats]:  # fmt: skip
+    """`attention(…, return_stats=True)` whose backwards each call `watch`.
+
+    With the gradients in the accumulator's dtype and what each row passes on (`Gradients.rows`),
+    axes as `checks.problem` makes them; not where no gradient came by way of the output. The result
+    and its gradients are the same bits.
+    """
+    out, rows = _attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, None, softcap,
+        sinks, "auto", True, watch,
+    )  # fmt: skip
+    assert rows is not None  # asked for
+    return out, rows
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask | Tensor | None, dropout_p: float,
+    is_causal: bool | str, scale: float | None, enable_gqa: bool,
+    window: int | tuple[int, int] | None, softcap: float | None, sinks: Tensor | None, kernel: str,
+    return_stats: bool, watch: Callable[[Gradients], None] | None,
+) -> tuple[Tensor, RowStats | None]:  # fmt: skip
     query, key, value = autocast_inputs(query, key, value)
     checks.tensor("value", value)
     p = checks.problem(
@@ -133,13 +165,13 @@ def attention(
     )
     seen = resolve(p, attn_mask, is_causal, window)
     dropout_p = checks.dropout(dropout_p) if dropout_p else 0.0
-    kernel = _pick(kernel, p.query, dropout_p)
+    kernel = pick(kernel, p.query, dropout_p)
     assert p.value is not None  # checked above
     terms = Terms(p.scale, p.softcap, p.sinks, dropout_p, 0)
-    out, rows = _run(kernel, p.query, p.key, p.value, seen, terms, return_stats)
+    out, rows = _run(kernel, p.query, p.key, p.value, seen, terms, return_stats, watch)
     if not p.plain:
         out, rows = p.restore(out), None if rows is None else rows.map(p.restore)
-    return out if rows is None else (out, rows)
+    return out, rows
 
 
 def row_stats(
@@ -182,7 +214,7 @@ def row_stats(
         query, key, None, scale=scale, enable_gqa=enable_gqa, softcap=softcap, sinks=sinks
     )
     seen = resolve(p, attn_mask, is_causal, window)
-    kernel = _pick(kernel, p.query, 0.0)
+    kernel = pick(kernel, p.query, 0.0)
     terms = Terms(p.scale, p.softcap, p.sinks, 0.0, 0)
     if factors is None:
         rows = _rows_alone(kernel, p.query, p.key, seen, terms)
@@ -195,7 +227,9 @@ def row_stats(
                 for x in scaled
             ]
         else:
-            sweep = operators.implementation(kernel).sweep(p.query, p.key, seen, terms, scaled)
+            with torch.autocast(p.query.device.type, enabled=False):
+                run = operators.implementation(kernel).sweep
+                sweep, _ = run(p.query, p.key, seen, terms, scaled)
     if not p.plain:
         sweep = [rows.map(p.restore) for rows in sweep]
     stacked: dict[str, Any] = dict.fromkeys(_FIELDS)
@@ -216,7 +250,8 @@ def _rows_alone(
         rows = _run(kernel, query, key, value, seen, terms, True)[1]
         assert rows is not None  # asked for
         return rows
-    return operators.implementation(kernel).forward(query, key, None, seen, terms)[1]
+    with torch.autocast(query.device.type, enabled=False):
+        return operators.implementation(kernel).forward(query, key, None, seen, terms)[1]
 
 
 def _traced() -> bool:
@@ -239,17 +274,21 @@ def _simple(
 
 def _run(
     kernel: str, query: Tensor, key: Tensor, value: Tensor, seen: Visibility, terms: Terms,
-    statistics: bool,
+    statistics: bool, watch: Callable[[Gradients], None] | None = None,
 ) -> tuple[Tensor, RowStats | None]:  # fmt: skip
     """(output, row statistics if wanted), by the cheapest way that the moment allows."""
     dropout = terms.dropout_p > 0
     if _traced():
+        if watch is not None:
+            raise checks.ScaledotError(
+                "gradients inside torch.func or a graph are not seen: call backward() outside of it"
+            )
         seed = torch.randint(1 << 62, ()) if dropout else None
         return operators.attend(query, key, value, seen, terms, seed, kernel, statistics)
     device = query.device.type
     if torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
-            return _run(kernel, query, key, value, seen, terms, statistics)
+            return _run(kernel, query, key, value, seen, terms, statistics, watch)
     if dropout:
         terms = replace(terms, seed=int(torch.randint(1 << 62, ())))
     bias, sinks = seen.bias, terms.sinks
@@ -259,7 +298,7 @@ def _run(
         or (sinks is not None and sinks.requires_grad)
     ):  # fmt: skip
         out, *rest = _Attention.apply(
-            kernel, seen, terms, statistics, query, key, value, bias, sinks
+            kernel, seen, terms, statistics, watch, query, key, value, bias, sinks
         )
         if not statistics:
             return out, None
@@ -281,13 +320,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, kernel: str, seen: Visibility, terms: Terms, statistics: bool,
-        query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None,
+        watch: Callable[[Gradients], None] | None, query: Tensor, key: Tensor, value: Tensor,
+        bias: Tensor | None, sinks: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         out, rows, top, log_mass = operators.implementation(kernel).forward(
             query, key, value, seen, terms, statistics=statistics
         )
         # What may want a gradient is saved below and put back in `backward`.
-        ctx.kernel = kernel
+        ctx.kernel, ctx.watch = kernel, watch
         ctx.seen = seen if bias is None else replace(seen, bias=None)
         ctx.terms = terms if sinks is None else replace(terms, sinks=None)
         # The gradient of the softmax needs O as computed: rounded to bfloat16 it would drown dS.
@@ -318,14 +358,17 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(query.device.type, enabled=False):
             grads = operators.implementation(ctx.kernel).backward(
                 query, key, value, seen, terms, top, log_mass, entropy, visible > 0, out,
-                d_out, d_lse, d_entropy, bias_gradient=ctx.needs_input_grad[7],
+                d_out, d_lse, d_entropy, bias_gradient=ctx.needs_input_grad[8],
+                rows=ctx.watch is not None and d_out is not None,
             )  # fmt: skip
+            if grads.rows is not None:
+                ctx.watch(grads)
 
         def like(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
             return None if grad is None or x is None else grad.to(x.dtype)
 
         return (
-            None, None, None, None,
+            None, None, None, None, None,
             like(grads.query, query), like(grads.key, key), like(grads.value, value),
             like(grads.bias, bias), like(grads.sinks, sinks),
         )  # fmt: skip
@@ -346,7 +389,7 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("attention cannot be differentiated twice")
 
 
-def _pick(kernel: str, query: Tensor, dropout_p: float) -> str:
+def pick(kernel: str, query: Tensor, dropout_p: float) -> str:
     """The kernel that runs; from here on nothing falls back to another.
 
     Raises: ValueError for a name that there is not, and with the reason for one that cannot.

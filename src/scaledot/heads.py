@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,11 @@ SATURATED = {"bfloat16": 9 * math.log(2), "float16": 12 * math.log(2), "float32"
 below half a unit in the last place, 2⁻⁹, 2⁻¹², 2⁻²⁵ (docs/maths.md#saturation)."""
 
 COUNTS = ("rows", "empty", "nonfinite", "padding", "single")
-TWO_KEYS = ("score_var", "normalised_entropy", "top_margin")
+DEAD = 1e-3
+"""A row that transmits less passes a thousandth of what equal weights would."""
+_TOGETHER = 1 << 17
+"""Numbers that are sorted together."""
+TWO_KEYS = ("score_var", "normalised_entropy", "top_margin", "key_bias", "key_spread")
 """Measures that say nothing of a row that sees one key, and leave it out."""
 
 
@@ -50,8 +54,16 @@ def _signed(edges: Tensor) -> Tensor:
     return torch.cat([-edges.flip(0), torch.zeros(1, dtype=torch.float64), edges])
 
 
+def _decades(low: int, high: int, per_decade: int) -> Tensor:
+    steps = range(low * per_decade, high * per_decade + 1)
+    return torch.tensor([10.0 ** (i / per_decade) for i in steps], dtype=torch.float64)
+
+
 _SHARE = _linear(0, 1, 128)
 _MARGIN = torch.arange(-24 * 8, 126 * 8 + 1, dtype=torch.float64) * (math.log(2) / 8)
+_SWEPT_MARGIN = torch.arange(-12 * 4, 28 * 4 + 1, dtype=torch.float64) * (math.log(2) / 4)
+SWEPT = range(-8, 9)
+"""Octaves of the scale that whatif.sweep may name."""
 EDGES: Mapping[str, Tensor] = {
     "visible": torch.cat([torch.arange(1.0, 64, dtype=torch.float64), _octaves(6, 24, 8)]),
     "score_mean": _signed(_octaves(-6, 16, 4)),
@@ -66,13 +78,31 @@ EDGES: Mapping[str, Tensor] = {
     "sink_mass": _SHARE,
     "query_norm": _octaves(-12, 16, 4),
     "key_norm": _octaves(-12, 16, 4),
+    "key_bias": _octaves(-20, 20, 4),
+    "key_spread": _octaves(-24, 32, 2),
     "first": _SHARE,
     "previous": _SHARE,
     "current": _SHARE,
     "next": _SHARE,
-}
+    "transmission": _decades(-12, 6, 16),
+    "gradient_norm": _decades(-30, 6, 4),
+    "local.4": _SHARE,
+    "local.16": _SHARE,
+    "local.64": _SHARE,
+    "distance": _octaves(-6, 24, 4),
+    "delimiter": _SHARE,
+    "duplicate": _SHARE,
+    "induction": _SHARE,
+    "value_spread": _octaves(-40, 24, 2),
+    "relative_value_spread": _octaves(-24, 8, 4),
+    "bf16_cost": _octaves(-24, 0, 4),
+    "bf16_cost_centred": _octaves(-24, 0, 4),
+    "excess_entropy": _linear(-12, 12, 192),
+    "relative_width": _octaves(-12, 12, 4),
+} | {f"whatif.top_margin.{e}": _SWEPT_MARGIN for e in SWEPT}
 """Histogram edges of each measure: bin i counts edges[i−1] ≤ x < edges[i], the outer two are open.
-The edges of top_margin include every value of SATURATED. A measure not named here has none."""
+The edges of both kinds of top_margin include every value of SATURATED. A measure not named here
+has none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,25 +119,7 @@ class Measure:
     @staticmethod
     def of(name: str, values: Float[Tensor, "heads rows"]) -> Measure:
         """Summarise values, NaN meaning "not measured in this row"."""
-        there = ~values.isnan()
-        count = there.sum(1)
-        x = values.to(torch.float64)
-        mean = x.masked_fill(~there, 0.0).sum(1) / count.clamp(min=1)
-        m2 = (x - mean[:, None]).masked_fill(~there, 0.0).square().sum(1)
-        if x.shape[1] == 0:
-            x = x.new_full((x.shape[0], 1), math.nan)
-            there = torch.zeros_like(x, dtype=torch.bool)
-        low = x.masked_fill(~there, math.inf).amin(1)
-        high = x.masked_fill(~there, -math.inf).amax(1)
-        edges = EDGES.get(name)
-        if edges is None:
-            return Measure(count, mean, m2, low, high, count.new_zeros(len(count), 0))
-        # numpy's search runs on one thread: torch's costs more to start than these few rows take.
-        found = np.searchsorted(edges.numpy(), x.cpu().numpy().ravel(), side="right")
-        bins = torch.from_numpy(found).view(x.shape).to(x.device)
-        histogram = count.new_zeros(len(count), len(edges) + 1)
-        histogram.scatter_add_(1, bins, there.to(torch.int64))
-        return Measure(count, mean, m2, low, high, histogram)
+        return _summed({name: values.cpu().to(torch.float64).numpy()})[name]
 
     @property
     def var(self) -> Float[Tensor, " heads"]:
@@ -118,6 +130,43 @@ class Measure:
     def average(self) -> Float[Tensor, " heads"]:
         """Mean over rows, NaN for no rows."""
         return torch.where(self.count > 0, self.mean, math.nan)
+
+
+def _summed(named: Mapping[str, np.ndarray]) -> dict[str, Measure]:
+    """`Measure.of` for several of the same shape, float64, together: of few rows that is faster."""
+    names, result = list(named), {}
+    size = max((x.size for x in named.values()), default=0)
+    for start in range(0, len(names), step := max(1, _TOGETHER // max(1, size))):
+        some = names[start : start + step]
+        # Sorted, NaN last, a head's values give extremes and histogram at once: numpy's sort is
+        # faster than a search of the edges for each value.
+        ordered = np.sort(np.stack([named[name] for name in some]), axis=-1)
+        counts = ordered.shape[-1] - np.isnan(ordered).sum(-1)
+        mean, m2 = np.zeros(counts.shape), np.zeros(counts.shape)
+        low, high = np.full(counts.shape, math.inf), np.full(counts.shape, -math.inf)
+        for n in set(counts[counts > 0].tolist()):
+            of = counts == n
+            core = ordered[..., :n] if of.all() else ordered[of][:, :n]
+            low[of], high[of] = core[..., 0].ravel(), core[..., -1].ravel()
+            with np.errstate(invalid="ignore"):  # ∞ − ∞ is NaN, as it should be
+                middle = core.mean(-1, keepdims=True)
+                mean[of] = middle.ravel()
+                m2[of] = np.square(core - middle).sum(-1).ravel()
+        for at, name in enumerate(some):
+            histogram = _histogram(ordered[at], counts[at], EDGES.get(name))
+            parts = (counts[at], mean[at], m2[at], low[at], high[at], histogram)
+            result[name] = Measure(*(torch.from_numpy(x) for x in parts))
+    return result
+
+
+def _histogram(ordered: np.ndarray, counts: np.ndarray, edges: Tensor | None) -> np.ndarray:
+    if edges is None:
+        return np.zeros((len(counts), 0), dtype=np.int64)
+    below = np.zeros((len(counts), len(edges) + 2), dtype=np.int64)
+    below[:, -1] = counts
+    for head, n in enumerate(counts):
+        below[head, 1:-1] = ordered[head, :n].searchsorted(edges.numpy(), side="left")
+    return below[:, 1:] - below[:, :-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,10 +287,11 @@ class HeadStats:
         outcomes = visible.clamp(min=1).to(torch.float64) + (rows.sink_mass is not None)
         named["normalised_entropy"] = named["entropy"] / outcomes.log()
         named |= {name: _by_head(x) for name, x in (extra or {}).items()}
-        measures = {}
+        hidden = {False: out.numpy(), True: (out | single).numpy()}
+        values = {}
         for name, x in named.items():
-            skip = out | single if name in TWO_KEYS else out
-            measures[name] = Measure.of(name, x.to(torch.float64).masked_fill(skip, math.nan))
+            values[name] = np.where(hidden[name in TWO_KEYS], math.nan, x.to(torch.float64).numpy())
+        measures = _summed(values)
         if key_norm is not None:
             measures["key_norm"] = Measure.of("key_norm", _by_head(key_norm))
         counted = visible.masked_fill(out, 0).to(torch.int64)
@@ -295,6 +345,57 @@ class HeadStats:
         """max‖q‖·max‖k‖: no raw score ⟨q,k⟩ of either sign, masked or not, is larger in size."""
         q, k = self.measures["query_norm"].maximum, self.measures["key_norm"].maximum
         return q * k.repeat_interleave(len(q) // len(k))
+
+
+@dataclass(frozen=True, eq=False)
+class Transmission:
+    """How much of the output's gradient the rows of each head pass on to its scores.
+
+    Relative to equal weights: 1 as they do, 0 dead, at most half the visible keys. median, p10: of
+    rows, each with the half-width of its histogram bin. rms: root of the mean square. dead: share
+    of rows below `DEAD`, exactly. All four, because they part: a few rows may carry all of the
+    mean square while the typical one passes nothing. NaN for no rows.
+    """
+
+    median: Float[Tensor, " heads"]
+    median_error: Float[Tensor, " heads"]
+    p10: Float[Tensor, " heads"]
+    p10_error: Float[Tensor, " heads"]
+    rms: Float[Tensor, " heads"]
+    dead: Float[Tensor, " heads"]
+
+
+def transmission_of(stats: HeadStats) -> Transmission | None:
+    """A module's gradient health; None where no backward was observed.
+
+    Source: docs/maths.md#gradients.
+
+    >>> transmission_of(HeadStats.identity(heads=2, kv_heads=1, d_k=8)) is None
+    True
+    """
+    measure = stats.measures.get("transmission")
+    if measure is None:
+        return None
+    return Transmission(
+        *stats.quantile("transmission", 0.5),
+        *stats.quantile("transmission", 0.1),
+        (measure.average.square() + measure.var).sqrt(),
+        1 - stats.share_at_least("transmission", DEAD),
+    )
+
+
+def joined(
+    stats: HeadStats,
+    rows: Mapping[str, Float[Tensor, "batch heads queries"]],
+    real: Bool[Tensor, "batch queries"] | None,
+) -> HeadStats:
+    """stats with row measures added that came later; NaN where a row has none, real as in `of`."""
+    measures = {}
+    for name, x in rows.items():
+        x = x if real is None else x.masked_fill(~real[:, None], math.nan)
+        measures[name] = Measure.of(name, _by_head(x))
+    nothing = HeadStats.identity(stats.heads, stats.kv_heads, stats.d_k)
+    return merge(stats, replace(nothing, measures=measures))
 
 
 def _by_head(x: Tensor) -> Tensor:

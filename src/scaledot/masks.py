@@ -139,6 +139,10 @@ def _combine_dense(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(allowed, bias, float("-inf"))
 
 
+_READ = 64
+"""Queries of a tensor mask that are looked at together."""
+
+
 @dataclass(frozen=True, eq=False)
 class Visibility:
     """A mask fitted to (batch, heads, queries, keys): intervals, ids and tensors read in place.
@@ -268,10 +272,8 @@ class Visibility:
         queries, keys = self.shape[2:]
         if self.segments is None:
             real = self.keep
-            if real is None and self.allowed is not None:
-                real = self._seen_by_any(self.allowed)
-            if real is None and self.bias is not None:
-                real = self._seen_by_any(~(self.bias <= self.floor))
+            if real is None:
+                real = self.shown_to_any()
             if real is None:
                 return torch.zeros(1, queries, dtype=torch.int64, device=self.device)
             return real.to(torch.uint8).argmax(-1, keepdim=True).expand(-1, queries)
@@ -288,9 +290,21 @@ class Visibility:
             result[b] = first[place[keys:]]
         return result
 
-    @staticmethod
-    def _seen_by_any(visible: Tensor) -> Tensor:
-        return visible.any(2).any(1)
+    def shown_to_any(self) -> Bool[Tensor, "b keys"] | None:
+        """Keys that a tensor mask shows to some query of some head; None without one.
+
+        Read some queries at a time: no second tensor of its size is made.
+        """
+        result = None
+        for x in (self.allowed, self.bias):
+            if x is None:
+                continue
+            part = torch.zeros(x.shape[0], x.shape[3], dtype=torch.bool, device=x.device)
+            for rows in x.split(_READ, 2):
+                part |= (rows if x.dtype == torch.bool else ~(rows <= self.floor)).any(2).any(1)
+            part = part.expand(-1, self.shape[3])
+            result = part if result is None else result & part
+        return result
 
 
 def _part(x: Tensor, *slices: slice) -> Tensor:

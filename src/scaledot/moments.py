@@ -1,28 +1,20 @@
 """Exact moments of all n·m scores in linear time, and where their variance comes from.
 
 Var_j⟨q,k_j⟩ over some keys is qᵀCq with C their covariance, so a row costs d² whatever it sees.
-One covariance serves full attention. For the rest every row's keys are cut into a part that starts
-where a run of keys starts and a part that ends where one ends:
-
-    causal: one run          documents: one run each       window of W: runs of W keys, 2 parts
-    ■ · · · · ·              ■ · · · · ·                   ■ · · | · · ·
-    ■ ■ · · · ·              ■ ■ · · · ·                   ■ ■ · | · · ·
-    ■ ■ ■ · · ·              · · ■ · · ·                   ■ ■ ■ | · · ·
-    ■ ■ ■ ■ · ·              · · ■ ■ · ·                   · ■ ■ | ■ · ·
-    ■ ■ ■ ■ ■ ·              · · ■ ■ ■ ·                   · · ■ | ■ ■ ·
-
-Both are prefixes, the second with the keys read backwards. A prefix is whole chunks, whose scatter
-is a running sum of chunk Grams, and a piece of one chunk, whose scores are computed. Each Gram is
-about its own chunk's mean and joins by the formula of Chan, Golub & LeVeque (1979): sums of squares
-are only ever added, so neither a large common part of the keys nor a window costs a digit. All is
-float64 whatever the inputs. Everything is before soft-cap and bias. docs/maths.md#score-moments
+One covariance serves full attention. For the rest every row's keys are cut into prefixes
+(intervals.py). A prefix is whole chunks, whose scatter is a running sum of chunk Grams, and a piece
+of one chunk, whose scores are computed. Each Gram is about its own chunk's mean and joins by the
+formula of Chan, Golub & LeVeque (1979): sums of squares are only ever added, so neither a large
+common part of the keys nor a window costs a digit. All is float64 whatever the inputs, in torch
+here and in C++ (kernels/native.cpp). Everything is before soft-cap and bias.
+docs/maths.md#score-moments, #the-budget-of-a-row
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -30,9 +22,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from scaledot import checks
-from scaledot.heads import Pairs
+from scaledot import checks, intervals
+from scaledot.heads import HeadStats, Pairs
+from scaledot.intervals import Layout, Part
 from scaledot.masks import Mask, Visibility, resolve
+from scaledot.rows import RowStats
 
 ERROR = 1e-9
 """Error of every moment against the n² computation in float64, for inputs of any dtype: relative to
@@ -46,31 +40,25 @@ _WORK = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
-class Budget:
-    """Why a head's scores are as wide as they are; each tensor (…, heads), float64.
+class Width:
+    """How wide a head's scores are and why; each tensor (…, heads), float64.
 
-    The variance of all visible scaled scores, in three parts:
-      total        the variance itself = interaction + row_shift + key_bias
+    The variance of scaled scores, in three parts:
+      total        interaction + row_shift + key_bias
       row_shift    of the rows' means: the same for every key of a row, so softmax cannot see it
       key_bias     what the mean query alone would give: the same keys favoured in every row
       interaction  the rest: what depends on query and key together
-    In full attention these are scale²·(tr CqCk, k̄ᵀCqk̄, q̄ᵀCkq̄), none negative. Under a mask each row
-    has its own keys; key_bias is then the mean over pairs of q̄'s variance along each row, and
-    interaction, what is left, can be negative.
 
     The width that softmax sees, √(interaction + key_bias), is a product of three factors that are
     1 for independent components of mean 0 and variance 1 and scale 1/√d_k:
       scale      |scale|·√d_k
       norms      query_norm·key_spread/d_k
       alignment  all else: above 1 where queries point along the directions in which keys differ
-    query_norm, key_norm are root mean squares of ‖q‖, ‖k‖ (√d_k under those assumptions),
-    query_mean and key_mean the norms of the mean vectors (0), key_spread the root mean square of
-    ‖k − k̄‖; means are over visible pairs. gain is d_k·tr(CqCk)/(tr Cq·tr Ck), 0 … d_k, 1 if either
-    is isotropic (NaN under a mask). effective_d_k = d_k·alignment²: as many independent components
-    would give the same width.
+    query_norm is the root mean square of ‖q‖ (√d_k under those assumptions), key_spread that of
+    ‖k − k̄‖. effective_d_k = d_k·alignment²: as many independent components would give this width.
 
-    `str` gives one line a head. Merge rule: none, except through `merge` for the variances.
-    Source: docs/maths.md#score-moments.
+    What a mean is over is for who makes it to say: `Budget`, over visible pairs; `width_factors`,
+    over rows. `str` gives one line a head. Source: docs/maths.md#score-moments.
     """
 
     d_k: int
@@ -78,25 +66,41 @@ class Budget:
     interaction: Float[Tensor, "*heads"]
     row_shift: Float[Tensor, "*heads"]
     key_bias: Float[Tensor, "*heads"]
-    scale: float
+    scale: Float[Tensor, "*heads"]
     norms: Float[Tensor, "*heads"]
     alignment: Float[Tensor, "*heads"]
     query_norm: Float[Tensor, "*heads"]
-    key_norm: Float[Tensor, "*heads"]
     key_spread: Float[Tensor, "*heads"]
-    query_mean: Float[Tensor, "*heads"]
-    key_mean: Float[Tensor, "*heads"]
-    gain: Float[Tensor, "*heads"]
+
+    @property
+    def within(self) -> Float[Tensor, "*heads"]:
+        """The variance that softmax sees: interaction + key_bias."""
+        return self.interaction + self.key_bias
+
+    @property
+    def ratio(self) -> Float[Tensor, "*heads"]:
+        """The scale applied over `unit_scale`, the product of the factors: 1 is unit width."""
+        return self.scale * self.norms * self.alignment
+
+    @property
+    def unit_scale(self) -> Float[Tensor, "*heads"]:
+        """The scale that would give a variance within rows of 1; ∞ if no row's scores differ."""
+        return 1 / (self.norms * self.alignment * math.sqrt(self.d_k))
 
     @property
     def effective_d_k(self) -> Float[Tensor, "*heads"]:
         """How many independent unit components would give this width: d_k·alignment²."""
         return self.d_k * self.alignment.square()
 
+    def sentences(self) -> list[str]:
+        """How wide each head's scores are against unit variance within rows, and why."""
+        factors = (self.scale, self.norms, self.alignment)
+        each = zip(*(x.flatten().tolist() for x in factors), strict=True)
+        return [_sentence(*three) for three in each]
+
     def __str__(self) -> str:
-        """One line a head: how wide its scores are against unit variance within rows, and why."""
-        norms, alignment = self.norms.flatten().tolist(), self.alignment.flatten().tolist()
-        lines = [self._line(*factors) for factors in zip(norms, alignment, strict=True)]
+        """`sentences`, with the head before each where there are several."""
+        lines = self.sentences()
         if len(lines) == 1:
             return lines[0]
         places = torch.cartesian_prod(*(torch.arange(n) for n in self.norms.shape))
@@ -105,20 +109,21 @@ class Budget:
         ]
         return "\n".join(f"{label}: {line}" for label, line in zip(labels, lines, strict=True))
 
-    def _line(self, norms: float, alignment: float) -> str:
-        factors = [("norms", norms), ("alignment", alignment)]
-        if not math.isclose(self.scale, 1, rel_tol=1e-6):
-            factors.insert(0, ("scale", self.scale))
-        width = math.prod(x for _, x in factors)
-        if not math.isfinite(width):
-            return "scores have no width: no row sees two finite scores"
-        why = ", ".join(f"{name} ×{_digits(x)}" for name, x in factors)
-        if width == 0:
-            return f"scores are constant in every row: {why}"
-        times = _digits(max(width, 1 / width))
-        if times == "1":
-            return f"scores have unit width: {why}"
-        return f"scores are {times} times too {'wide' if width > 1 else 'narrow'}: {why}"
+
+def _sentence(scale: float, norms: float, alignment: float) -> str:
+    factors = [("norms", norms), ("alignment", alignment)]
+    if not math.isclose(scale, 1, rel_tol=1e-6):
+        factors.insert(0, ("scale", scale))
+    width = math.prod(x for _, x in factors)
+    if not math.isfinite(width):
+        return "scores have no width: no row sees two finite scores"
+    why = ", ".join(f"{name} ×{_digits(x)}" for name, x in factors)
+    if width == 0:
+        return f"scores are constant in every row: {why}"
+    times = _digits(max(width, 1 / width))
+    if times == "1":
+        return f"scores have unit width: {why}"
+    return f"scores are {times} times too {'wide' if width > 1 else 'narrow'}: {why}"
 
 
 def _digits(x: float) -> str:
@@ -126,6 +131,27 @@ def _digits(x: float) -> str:
     if x >= 99.5:
         return f"{x:,.0f}" if x < 1e6 else f"{x:.1e}"
     return f"{x:.2g}"
+
+
+@dataclass(frozen=True, eq=False)
+class Budget(Width):
+    """The `Width` of all visible scores of a head, every mean over visible pairs.
+
+    total is the variance itself. In full attention its parts are scale²·(tr CqCk, k̄ᵀCqk̄, q̄ᵀCkq̄),
+    none negative. Under a mask each row has its own keys; key_bias is then the mean over pairs of
+    q̄'s variance along each row, and interaction, what is left, can be negative.
+
+    key_norm is the root mean square of ‖k‖ (√d_k for unit components), query_mean and key_mean the
+    norms of the mean vectors (0). gain is d_k·tr(CqCk)/(tr Cq·tr Ck), 0 … d_k, 1 if either is
+    isotropic (NaN under a mask).
+
+    Merge rule: none, except through `merge` for the variances. Source: docs/maths.md#score-moments.
+    """
+
+    key_norm: Float[Tensor, "*heads"]
+    query_mean: Float[Tensor, "*heads"]
+    key_mean: Float[Tensor, "*heads"]
+    gain: Float[Tensor, "*heads"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +169,7 @@ class ScoreMoments:
     Each (…, heads, queries):
       visible      keys that the row sees
       row_mean, row_var   of its scores
+    kernel names the implementation that ran.
     scale was applied; unit_scale would give var_within 1 (∞ if the scores of no row differ).
 
     An empty row has NaN and enters nothing; no pairs at all give NaN. A row that sees a NaN or ∞
@@ -162,6 +189,7 @@ class ScoreMoments:
     row_mean: Float[Tensor, "*heads queries"]
     row_var: Float[Tensor, "*heads queries"]
     budget: Budget
+    kernel: str
     skewness: Float[Tensor, "*heads"] | None = None
     singular_values: Float[Tensor, "*heads rank"] | None = None
 
@@ -225,6 +253,180 @@ def merge(moments: Sequence[ScoreMoments]) -> Pairs:
     return Pairs(texts.count, texts.mean, within, between + texts.between)
 
 
+def row_budget(
+    problem: checks.Problem,
+    seen: Visibility,
+    rows: RowStats,
+    *,
+    real: Bool[Tensor, "batch queries"] | None = None,
+) -> dict[str, Float[Tensor, "batch heads queries"]]:
+    """{"key_bias", "key_spread"} of each row, from which `width_factors` tells why it is wide.
+
+    key_bias    scale²·the variance, over the row's visible keys, of q̄·k, score² ≥ 0; q̄ is the mean
+                of the text's rows, for each head: of those `real` (None: all), not empty, finite;
+                texts packed into one row of the batch have one mean
+    key_spread  mean over them of ‖k − k̄‖², k̄ the mean of the row's own keys, ≥ 0
+    Both float64, (batch, heads, queries); before soft-cap and bias, and sinks do not enter. 0 in a
+    row that sees one key, NaN in one that is empty or not finite; key_bias is NaN where no row is
+    left for q̄. Padding rows get a number too, and `HeadStats` leaves them out.
+
+    Cost: O(n·d) time and memory, a kv head's keys serving its group. A tensor mask that tells more
+    than causality and which keys are real costs n²·d, a block at a time. Error: 1e-9 relative for
+    inputs of any dtype. Merge rule: by `HeadStats`. Source: docs/maths.md#the-budget-of-a-row.
+
+    >>> from scaledot.dispatch import row_stats
+    >>> q, k = torch.eye(4)[None, None], 2 * torch.eye(4)[None, None]
+    >>> p = checks.problem(q, k, None)
+    >>> row_budget(p, resolve(p, is_causal=True), row_stats(q, k, is_causal=True))["key_spread"]
+    tensor([[[0.0000, 2.0000, 2.6667, 3.0000]]], dtype=torch.float64)
+    """
+    with torch.no_grad(), torch.autocast(problem.query.device.type, enabled=False):
+        return _row_budget(problem, seen, rows, real)
+
+
+def _row_budget(
+    p: checks.Problem, seen: Visibility, rows: RowStats, real: Tensor | None
+) -> dict[str, Tensor]:
+    batch, _, queries, d = p.query.shape
+    kv_heads, keys = p.key.shape[1:3]
+    measured = (rows.visible > 0) & ~rows.nonfinite
+    q = p.query.detach().unflatten(1, (kv_heads, p.group))
+    toward = _mean_query(q, measured if real is None else measured & real[:, None])
+    finite = _finite_keys(p.key)
+    fit = intervals.recognised(seen)
+    weight = _keep_weight(seen if fit is None else fit, finite)
+    key = p.key if weight is None else p.key.masked_fill(~weight[..., None], 0.0)
+    number = torch.tensor(keys, device=key.device) if weight is None else weight.sum(-1)
+    bias = p.query.new_empty(batch, kv_heads, p.group, queries, dtype=torch.float64)
+    spread = bias.new_empty(batch, kv_heads, p.group, queries)
+    if fit is None:
+        x = _centred(key, number)
+        along = (x @ toward.mT).mT  # b kv g j
+        spread[:] = intervals.dense_spread(x[:, :, None], seen, weight)
+        bias[:] = intervals.dense_spread(along[..., None], seen, weight)
+    for texts, layout in intervals.layouts(fit) if fit is not None else ():
+        # A few heads at a time: what they need stays in the cache, and is small beside the keys.
+        step = max(1, _WORK // max(1, keys * d * (texts.stop - texts.start)))
+        for heads in (slice(h, h + step) for h in range(0, kv_heads, step)):
+            some = None if weight is None else _some(weight, texts, heads)
+            x = _centred(
+                key[texts, heads], number if weight is None else _some(number, texts, heads)
+            )
+            along = (x @ toward[texts, heads].mT).mT  # b kv g j
+            spread[texts, heads] = intervals.spread(x, layout, some)[:, :, None]
+            if some is not None:
+                some = some.expand(-1, along.shape[1], -1).repeat_interleave(p.group, 1)
+            found = intervals.spread(along.flatten(1, 2)[..., None], layout, some)
+            bias[texts, heads] = found.view(*along.shape[:3], queries)
+    result = {"key_bias": p.scale**2 * bias.flatten(1, 2), "key_spread": spread.flatten(1, 2)}
+    one = rows.visible == 1
+    return {
+        name: x.masked_fill(one, 0.0).masked_fill(~measured, math.nan) for name, x in result.items()
+    }
+
+
+@torch.no_grad()
+def row_spread(
+    vectors: Float[Tensor, "batch kv_heads keys dim"], seen: Visibility
+) -> Float[Tensor, "batch heads queries"]:
+    """Mean square distance of the vectors that each row sees from their own mean, float64, ≥ 0.
+
+    A vector for each key; those that are not finite count as not there. 0 for a row that sees none
+    or one. Cost, error: as `row_budget`, whose key_spread this is for keys.
+    """
+    batch, kv_heads, keys, d = vectors.shape
+    fit = intervals.recognised(seen)
+    weight = _keep_weight(seen if fit is None else fit, _finite_keys(vectors))
+    x = vectors if weight is None else vectors.masked_fill(~weight[..., None], 0.0)
+    number = torch.tensor(keys, device=x.device) if weight is None else weight.sum(-1)
+    group = seen.shape[1] // max(kv_heads, 1)
+    out = x.new_empty(batch, kv_heads, group, seen.shape[2], dtype=torch.float64)
+    if fit is None:
+        out[:] = intervals.dense_spread(_centred(x, number)[:, :, None], seen, weight)
+    for texts, layout in intervals.layouts(fit) if fit is not None else ():
+        step = max(1, _WORK // max(1, keys * d * (texts.stop - texts.start)))
+        for heads in (slice(h, h + step) for h in range(0, kv_heads, step)):
+            some = None if weight is None else _some(weight, texts, heads)
+            count = number if weight is None else _some(number, texts, heads)
+            part = intervals.spread(_centred(x[texts, heads], count), layout, some)
+            out[texts, heads] = part[:, :, None]
+    return out.flatten(1, 2)
+
+
+def _centred(
+    key: Float[Tensor, "batch kv_heads keys dim"], number: Int[Tensor, "*keys"]
+) -> Float[Tensor, "batch kv_heads keys dim"]:
+    """The keys about the mean of so many of them, in float64, those left out being 0."""
+    mean = key.sum(2, dtype=torch.float64) / number.clamp(min=1)[..., None]
+    return key - mean[:, :, None]
+
+
+def _some(x: Tensor, texts: slice, heads: slice) -> Tensor:
+    """x (#batch, #kv_heads, …) of some texts and heads."""
+    return x[texts if len(x) > 1 else slice(None), heads if x.shape[1] > 1 else slice(None)]
+
+
+def _mean_query(
+    q: Float[Tensor, "batch kv_heads group queries dim"], of: Bool[Tensor, "batch heads queries"]
+) -> Float[Tensor, "batch kv_heads group dim"]:
+    """The mean of some rows, NaN for none."""
+    of = of.view(q.shape[:4])
+    if of.all():
+        return q.mean(-2, dtype=torch.float64)
+    total = q.masked_fill(~of[..., None], 0.0).sum(-2, dtype=torch.float64)
+    return total / of.sum(-1, keepdim=True)
+
+
+def width_factors(stats: HeadStats) -> Width:
+    """Why the scores of a module's heads are as wide as they are, from its merged measures.
+
+    Every mean is over rows (a `Budget`'s are over pairs, so a long row weighs more there): the
+    variance that softmax sees is the mean of score_var; key_bias and the mean square key_spread are
+    those of `row_budget`, query_norm the root mean square of ‖q‖; only row_shift, which no row has
+    alone, is over pairs. key_spread is about each row's own mean. Each tensor (heads,); NaN for a
+    head without rows of two keys. Where calls were scaled differently, `scale` is the root of the
+    ratio of scaled to raw variance within rows.
+
+    Merge rule: none; merge the `HeadStats`. Raises: ValueError where a measure is missing.
+    Source: docs/maths.md#the-budget-of-a-row.
+
+    >>> from scaledot.dispatch import row_stats
+    >>> q, k = 3 * torch.randn(2, 1, 1, 999, 64)
+    >>> rows, p = row_stats(q, k), checks.problem(q, k, None)
+    >>> extra = row_budget(p, resolve(p), rows) | {"query_norm": q.norm(dim=-1)}
+    >>> stats = HeadStats.of(rows, scale=p.scale, d_k=64, kv_heads=1, extra=extra)
+    >>> print(width_factors(stats))
+    scores are 9 times too wide: norms ×9, alignment ×1
+    """
+    wanted = ("score_var", "key_bias", "key_spread", "query_norm")
+    missing = [name for name in wanted if name not in stats.measures]
+    if missing:
+        raise ValueError(f"HeadStats has no {' and no '.join(missing)}: width_factors needs them")
+    within, key_bias, spread, _ = (stats.measures[name].average for name in wanted)
+    query = stats.measures["query_norm"]
+    query_norm = (query.average.square() + query.var).sqrt()
+    smallest, largest = map(abs, stats.scale)
+    if smallest == largest:
+        scale = torch.full_like(within, largest)
+    else:
+        scale = (stats.scaled.within / stats.raw.within).sqrt()
+    row_shift, root = stats.scaled.row_shift, math.sqrt(stats.d_k)
+    norms = query_norm * spread.sqrt() / stats.d_k
+    alignment = torch.where(within == 0, 0.0, within.sqrt() / (scale * root * norms))
+    return Width(
+        d_k=stats.d_k,
+        total=within + row_shift,
+        interaction=within - key_bias,
+        row_shift=row_shift,
+        key_bias=key_bias,
+        scale=scale * root,
+        norms=norms,
+        alignment=alignment,
+        query_norm=query_norm,
+        key_spread=spread.sqrt(),
+    )
+
+
 def score_moments(
     query: Tensor,
     key: Tensor,
@@ -236,6 +438,7 @@ def score_moments(
     window: int | tuple[int, int] | None = None,
     skewness: bool = False,
     singular_values: bool = False,
+    kernel: str = "auto",
 ) -> ScoreMoments:
     """Exact mean and variance of all visible scores scale·⟨q,k⟩, in time linear in their length.
 
@@ -247,13 +450,18 @@ def score_moments(
         combination, or a boolean tensor that is the same for all heads and queries. Any other
         tensor has no structure, so n² is the price: use `attention(…, return_stats=True)`.
     skewness, singular_values: where every query of a text sees the same keys only.
+    kernel: "native" (C++, on a CPU, where it was compiled) or "tiled" (torch, anywhere) runs that
+        one or raises with the reason; "auto" takes native where it can. Both compute in float64
+        and keep `ERROR`. What ran is in `kernel` of the result.
 
     Cost: 4·n·d² + 2·n·B·d floating-point operations a head in float64, B = d_k kept within 32 and
-    256 (a bounded window: twice that); memory O(d² + B·d) a head and some 30 numbers a row.
+    256 (a bounded window: twice that), native about half; memory O(d² + B·d) a head and some 30
+    numbers a row.
     Skewness: 4·n·d³/3 more, or the n² scores a block at a time where that is less. Singular values:
     4·n·d² more.
     Error: `ERROR`.
-    Raises: ValueError for a mask without structure; ValueError, TypeError as `attention`.
+    Raises: ValueError for a mask without structure, and for a kernel that cannot run; ValueError,
+    TypeError as `attention`.
     Source: docs/maths.md#score-moments.
 
     >>> q, k = torch.eye(4), 3 * torch.eye(4)
@@ -264,30 +472,56 @@ def score_moments(
     scores are 1.3 times too wide: scale ×2, norms ×0.65, alignment ×1
     """
     p = checks.problem(query, key, None, scale=scale, enable_gqa=enable_gqa)
-    seen = _structured(resolve(p, attn_mask, is_causal, window))
+    found = resolve(p, attn_mask, is_causal, window)
+    seen = intervals.structured(found) if found.bias is None else None
+    if seen is None:
+        raise checks.no_structure("boolean" if found.bias is None else "additive")
     shared = seen.left is None and seen.right is None and seen.segments is None
     for wanted, name in ((skewness, "skewness"), (singular_values, "singular_values")):
         if wanted and not shared:
             raise checks.not_linear(name)
     with torch.no_grad(), torch.autocast(p.query.device.type, enabled=False):
-        return _score_moments(p, seen, shared, skewness, singular_values)
+        return _score_moments(p, seen, shared, skewness, singular_values, _pick(kernel, p))
+
+
+def _pick(kernel: str, p: checks.Problem) -> str:
+    if kernel not in ("auto", "native", "tiled"):
+        raise ValueError(f'kernel is {kernel!r}: pass "auto", "native" or "tiled"')
+    if kernel == "tiled":
+        return kernel
+    from scaledot.kernels import native
+
+    reason = native.moments_reason(p.query.device.type)
+    if reason is None:
+        return "native"
+    if kernel == "native":
+        raise ValueError(reason)
+    return "tiled"
 
 
 def _score_moments(
-    p: checks.Problem, seen: Visibility, shared: bool, skewness: bool, singular_values: bool
-) -> ScoreMoments:
+    p: checks.Problem, seen: Visibility, shared: bool, skewness: bool, singular_values: bool,
+    kernel: str,
+) -> ScoreMoments:  # fmt: skip
     batch, heads, queries, d = p.query.shape
     q = p.query.unflatten(1, (p.key.shape[1], p.group))
     k = p.key[:, :, None]
     finite = _finite_keys(p.key)
-    layouts = _layouts(seen)
+    layouts = intervals.layouts(seen)
     visible = torch.cat([x.visible for _, x in layouts]).expand(batch, queries)
-    of_queries = _spread(q, visible[:, None], None, scatter=shared)
-    of_keys = _spread(
-        k, torch.cat([x.columns for _, x in layouts])[:, None], finite, scatter=shared
+    of_queries = _spread(q, visible[:, None], None, scatter=shared, kernel=kernel)
+    columns = torch.cat([x.columns for _, x in layouts])
+    of_keys = _spread(k, columns[:, None], finite, scatter=shared, kernel=kernel)
+    mean, var, bias = _rows(
+        q,
+        p.key,
+        layouts,
+        finite,
+        of_queries,
+        of_keys,
+        visible[:, None, None],
+        kernel,
     )
-
-    mean, var, bias = _rows(q, p.key, layouts, finite, of_queries, of_keys, visible[:, None, None])
 
     seen_by = visible[:, None, None].expand(mean.shape)
     pairs, of_bias = (
@@ -329,7 +563,7 @@ def _score_moments(
         interaction=of_head(square * interaction),
         row_shift=of_head(square * between),
         key_bias=of_head(square * key_bias),
-        scale=abs(p.scale) * math.sqrt(d),
+        scale=of_head(torch.full_like(within, abs(p.scale) * math.sqrt(d))),
         norms=undefined(norms),
         alignment=undefined(alignment),
         query_norm=undefined(query_square.sqrt()),
@@ -362,6 +596,7 @@ def _score_moments(
         row_mean=of_head(p.scale * mean),
         row_var=of_head(square * var),
         budget=budget,
+        kernel=kernel,
         skewness=third,
         singular_values=values,
     )
@@ -370,11 +605,12 @@ def _score_moments(
 def _rows(
     q: Float[Tensor, "batch kv_heads group queries dim"],
     k: Float[Tensor, "batch kv_heads keys dim"],
-    layouts: list[tuple[slice, _Layout]],
+    layouts: list[tuple[slice, Layout]],
     finite: Bool[Tensor, "batch kv_heads keys"] | None,
     of_queries: _Spread,
     of_keys: _Spread,
     visible: Int[Tensor, "batch 1 1 queries"],
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each row's mean and variance, and the variance along it of the mean query's raw scores.
 
@@ -389,147 +625,13 @@ def _rows(
         for at, layout in layouts:
             some = None if finite is None else finite[at]
             of = of_queries.mean[at]
-            _of_prefixes(q[at], k[at], layout, some, of, mean[at], var[at], bias[at])
+            _of_prefixes(q[at], k[at], layout, some, of, mean[at], var[at], bias[at], kernel)
     bad = torch.cat([x.spoilt(None if finite is None else finite[at]) for at, x in layouts])
     bad = bad[:, :, None] | ~(mean.isfinite() & var.isfinite()) | (visible == 0)
     # One key has no variance, not even of rounding errors.
     var, bias = (x.masked_fill(visible == 1, 0.0) for x in (var, bias))
     mean, var, bias = (x.masked_fill(bad, math.nan) for x in (mean, var, bias))
     return mean, var, bias
-
-
-def _structured(seen: Visibility) -> Visibility:
-    """The same without tensors, where they say only which keys are real. Raises ValueError."""
-    if seen.bias is not None:
-        raise checks.no_structure("additive")
-    if seen.allowed is None:
-        return seen
-    if seen.allowed.shape[1:3] != (1, 1):
-        raise checks.no_structure("boolean")
-    keep = seen.allowed[:, 0, 0].expand(-1, seen.shape[3])
-    return replace(seen, allowed=None, keep=keep if seen.keep is None else keep & seen.keep)
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """For each query, keys start … stop−1, start being where a run of keys starts.
-
-    Keys are counted in the layout's order, from its end if backwards. runs is where each key's run
-    starts, None if they are one.
-    """
-
-    start: Int[Tensor, " queries"]
-    stop: Int[Tensor, " queries"]
-    runs: Int[Tensor, " keys"] | None
-    backwards: bool
-
-
-@dataclass(frozen=True, eq=False)
-class _Layout:
-    """Keys put in an order (None: as they are) in which each query sees low … high−1 of them.
-
-    visible is how many each query sees; columns how many queries see each key, in their own order.
-    """
-
-    order: Int[Tensor, " keys"] | None
-    low: Int[Tensor, " queries"]
-    high: Int[Tensor, " queries"]
-    keep: Bool[Tensor, "#batch keys"] | None
-    parts: tuple[_Part, ...]
-    visible: Int[Tensor, "#batch queries"]
-    columns: Int[Tensor, "#batch keys"]
-
-    def spoilt(
-        self, finite: Bool[Tensor, "batch kv_heads keys"] | None
-    ) -> Bool[Tensor, "#batch #kv_heads queries"]:
-        """Queries that see a key that is not finite."""
-        if finite is None:
-            return torch.zeros(1, 1, len(self.low), dtype=torch.bool, device=self.low.device)
-        bad = ~finite if self.keep is None else ~finite & self.keep[:, None]
-        before = _before(bad if self.order is None else bad[..., self.order])
-        return before[..., self.high] > before[..., self.low]
-
-
-def _before(x: Tensor) -> Tensor:
-    """How many are True before each place, and before the end."""
-    return F.pad(x.cumsum(-1), (1, 0))
-
-
-def _layouts(seen: Visibility) -> list[tuple[slice, _Layout]]:
-    """One layout for all batches, or one each where their documents differ."""
-    batch = seen.shape[0]
-    if seen.segments is None or max(len(x) for x in seen.segments) == 1 or batch == 0:
-        return [(slice(0, batch), _layout(seen))]
-    each = (slice(b, b + 1) for b in range(batch))
-    return [(at, _layout(seen.part(at, slice(None)))) for at in each]
-
-
-def _layout(seen: Visibility) -> _Layout:
-    queries, keys = seen.shape[2:]
-    device = seen.device
-    position = torch.arange(queries, device=device) + seen.offset
-    everything = torch.zeros_like(position), torch.full_like(position, keys)
-    low = everything[0] if seen.left is None else (position - seen.left).clamp(0, keys)
-    high = everything[1] if seen.right is None else (position + seen.right + 1).clamp(0, keys)
-    high = torch.maximum(low, high)
-
-    # Keys by document, then by place: a query's keys are then neighbours.
-    places, order = torch.arange(keys, device=device), None
-    offset: Tensor | int = 0
-    ranked = places
-    if seen.segments is not None and len(seen.segments[0]):
-        ids = torch.cat([x[0] for x in seen.segments])
-        of_query, of_key = torch.unique(ids, return_inverse=True)[1].split([queries, keys])
-        ranked, order = (of_key * keys + places).sort()
-        offset = of_query * keys
-        if torch.equal(order, places):
-            order = None
-
-    def find(place: Tensor) -> Tensor:
-        """Where a query's first key at or after a place is, among the keys in order."""
-        return place if seen.segments is None else torch.searchsorted(ranked, offset + place)
-
-    both = seen.left is not None and seen.right is not None
-    run = ranked // max(keys, 1)
-    if both:
-        assert seen.left is not None
-        assert seen.right is not None
-        width = seen.left + seen.right + 1
-        within = ranked % max(keys, 1)
-        run = run * keys + torch.div(within, width, rounding_mode="floor")
-        cut = -torch.div(seen.left - position, width, rounding_mode="floor") * width
-        middle = find(torch.minimum(torch.maximum(cut, low), high))
-    low, high = find(low), find(high)
-    parts = []
-    if seen.left is None or both:
-        start = middle if both else low
-        parts.append(_Part(start, high, _starts(run), False))
-    if seen.left is not None:
-        stop = middle if both else high
-        parts.append(_Part(keys - stop, keys - low, _starts(run.flip(0)), True))
-
-    keep = seen.keep
-    kept = keep if keep is None or order is None else keep[:, order]
-    if kept is None:
-        visible = (high - low)[None]
-    else:
-        before = _before(kept)
-        visible = before[:, high] - before[:, low]
-    columns = torch.zeros(keys + 1, dtype=torch.int64, device=device)
-    columns.scatter_add_(0, low, torch.ones_like(low)).scatter_add_(0, high, -torch.ones_like(high))
-    columns = columns.cumsum(0)[:keys]
-    if order is not None:
-        columns = torch.empty_like(columns).scatter_(0, order, columns)
-    columns = columns[None] if keep is None else columns * keep
-    return _Layout(order, low, high, keep, tuple(parts), visible, columns)
-
-
-def _starts(run: Tensor) -> Tensor | None:
-    """Where each key's run starts; None if there is one run only."""
-    new = F.pad(run[1:] != run[:-1], (1, 0)) if len(run) else run.bool()
-    if not new.any():
-        return None
-    return torch.where(new, torch.arange(len(run), device=run.device), 0).cummax(0).values
 
 
 def _finite_keys(key: Tensor) -> Bool[Tensor, "batch kv_heads keys"] | None:
@@ -562,9 +664,15 @@ def _spread(
     finite: Bool[Tensor, "batch kv_heads length"] | None,
     *,
     scatter: bool,
+    kernel: str,
 ) -> _Spread:
-    """The spread of vectors, those of weight 0 or not finite left out. NaN if that leaves none."""
+    """The spread of vectors, those of weight 0 or not finite left out. NaN if that leaves none.
+
+    With scatter all weights but 0 are the same.
+    """
     *lead, length, d = x.shape
+    if scatter and kernel == "native":
+        return _native_spread(x, weight, finite)
     mean = torch.zeros(*lead, d, dtype=torch.float64, device=x.device)
     square = torch.zeros(lead, dtype=torch.float64, device=x.device)
     full = mean.new_zeros(*lead, d, d) if scatter else None
@@ -595,6 +703,21 @@ def _spread(
     return _Spread(mean, square / total, None if full is None else full / total[..., None, None])
 
 
+def _native_spread(x: Tensor, weight: Tensor, finite: Tensor | None) -> _Spread:
+    from scaledot.kernels import native
+
+    there = None
+    if finite is not None or not weight.all():
+        there = weight > 0 if finite is None else (weight > 0) & finite
+        there = there[:, :, None].expand(x.shape[:4]).flatten(1, 2)
+    n, mean, total = (
+        y.unflatten(1, x.shape[1:3]) for y in native.scatter(x.flatten(1, 2), there)
+    )  # fmt: skip
+    mean = torch.where(n[..., None] > 0, mean, math.nan)
+    total = total / n[..., None, None]
+    return _Spread(mean, total.diagonal(dim1=-2, dim2=-1).sum(-1), total)
+
+
 def _blocks(length: int, width: int) -> Iterator[slice]:
     """Slices of rows, `width` numbers each, that fit in the cache."""
     step = max(1, min(_CHUNK, _WORK // max(width, 1)))
@@ -615,12 +738,13 @@ def _of_one_covariance(q: Tensor, keys: _Spread, mean: Tensor, var: Tensor) -> N
 def _of_prefixes(
     q: Float[Tensor, "batch kv_heads group queries dim"],
     k: Float[Tensor, "batch kv_heads keys dim"],
-    layout: _Layout,
+    layout: Layout,
     finite: Bool[Tensor, "batch kv_heads keys"] | None,
     toward: Float[Tensor, "batch kv_heads group dim"],
     mean: Tensor,
     var: Tensor,
     bias: Tensor,
+    kernel: str,
 ) -> None:
     """Fill in each row's mean and variance, and the variance along it of the query `toward`."""
     if 0 in q.shape or 0 in k.shape:
@@ -630,11 +754,13 @@ def _of_prefixes(
         keep = layout.keep[:, None].expand(*k.shape[:2], -1)
         weight = keep if finite is None else keep & finite
     batch, *_, d = q.shape
+    prefix = _prefix if kernel == "tiled" else _native_prefix
     step = max(1, 8 * _WORK // (math.prod(q.shape[1:3]) * _chunk(d) * max(_chunk(d), d)))
+    step = step if kernel == "tiled" else batch
     for at in (slice(b, b + step) for b in range(0, batch, step)):
         some = None if weight is None else weight[at]
         rows, *others = (
-            _prefix(q[at], k[at], layout.order, part, some, toward[at]) for part in layout.parts
+            prefix(q[at], k[at], layout.order, part, some, toward[at]) for part in layout.parts
         )
         for other in others:
             rows = rows.merge(other)
@@ -673,11 +799,36 @@ class _Prefixes:
         )
 
 
+def _native_prefix(
+    q: Float[Tensor, "batch kv_heads group queries dim"],
+    k: Float[Tensor, "batch kv_heads keys dim"],
+    order: Int[Tensor, " keys"] | None,
+    part: Part,
+    weight: Bool[Tensor, "batch kv_heads keys"] | None,
+    toward: Float[Tensor, "batch kv_heads group dim"],
+) -> _Prefixes:
+    """As `_prefix`, by native.cpp."""
+    from scaledot.kernels import native
+
+    source = part.source(order, k.shape[2])
+    if weight is not None:
+        weight = weight if source is None else weight[..., source]
+    found = native.moments(
+        q.flatten(1, 2), k, source, part.runs, part.start, part.stop, weight, toward.flatten(1, 2)
+    )
+    if weight is None:
+        count = (part.stop - part.start).clamp(min=0)[None, None]
+    else:
+        before = intervals.before(weight)
+        count = (before[..., part.stop] - before[..., part.start]).clamp(min=0)
+    return _Prefixes(count[:, :, None].to(torch.float64), *(x.view(q.shape[:4]) for x in found))
+
+
 def _prefix(
     q: Float[Tensor, "batch kv_heads group queries dim"],
     k: Float[Tensor, "batch kv_heads keys dim"],
     order: Int[Tensor, " keys"] | None,
-    part: _Part,
+    part: Part,
     weight: Bool[Tensor, "batch kv_heads keys"] | None,
     toward: Float[Tensor, "batch kv_heads group dim"],
 ) -> _Prefixes:
@@ -691,13 +842,11 @@ def _prefix(
     keys, pairs = k.shape[2], math.prod(lead)
     size = _chunk(d)
     chunks = -(-keys // size)
-    source = order
-    if part.backwards:
-        source = torch.arange(keys - 1, -1, -1, device=device) if order is None else order.flip(0)
+    source = part.source(order, keys)
     if weight is not None:
         weight = weight.reshape(pairs, keys)
         weight = weight if source is None else weight[:, source]
-        before = _before(weight).to(torch.float64)
+        before = intervals.before(weight).to(torch.float64)
     else:
         before = torch.arange(keys + 1, dtype=torch.float64, device=device)[None]
 

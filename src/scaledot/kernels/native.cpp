@@ -285,7 +285,7 @@ struct Problem {
   int32_t* whole;                  // visible, then top_key
   uint8_t* nonfinite;
   int64_t statistics;              // 0: only what `out` and backward need
-  int64_t octaves;                 // row statistics again at 2, 4, … times the scale, without V
+  int64_t octaves;                 // row statistics again at 2, 4, … times the scale
   int64_t threads;
   // backward
   const float *d_out, *level, *d_entropy, *top, *log_mass;   // contiguous
@@ -293,6 +293,8 @@ struct Problem {
   float *d_query, *d_key, *d_value;                          // contiguous, zeroed
   float* d_bias;                                             // with these strides, zeroed, or null
   int64_t d_bias_stride[4];
+  const float* constants;                                    // unit, unit·δ, lift, limit of rows
+  float* sums;                                               // SUMS of rows, zeroed, or null
 };
 
 enum Field {
@@ -584,7 +586,7 @@ struct alignas(64) State {
 };
 
 // Sums of a power of e: of the logits at 2, 4, … times their size, for eᵝᶻ squared is e²ᵝᶻ.
-constexpr int MAX_OCTAVES = 3;
+constexpr int MAX_OCTAVES = 4;
 struct alignas(64) Octave {
   float rest[R], rest_log[R], rest_pos[R];   // as State's; rest_log with the plain z
 };
@@ -1302,7 +1304,8 @@ bool forward_rows(const Problem& p, const Plan& plan, int64_t b, int64_t h, int6
         if (p.octaves == 0) forward_block<NV, STATS>(p, strips[i], block, w.buffers);
         else if (p.octaves == 1) forward_block<NV, true, 1>(p, strips[i], block, w.buffers);
         else if (p.octaves == 2) forward_block<NV, true, 2>(p, strips[i], block, w.buffers);
-        else forward_block<NV, true, 3>(p, strips[i], block, w.buffers);
+        else if (p.octaves == 3) forward_block<NV, true, 3>(p, strips[i], block, w.buffers);
+        else forward_block<NV, true, 4>(p, strips[i], block, w.buffers);
       });
   }
   bool suspicious = false;
@@ -1386,8 +1389,26 @@ struct Gradient {                           // a task's working memory
   float *dp, *p, *ds;                       // dPᵀ of a strip; Pᵀ and dSᵀ of 4 strips
   float *k_safe;                            // K with zeros for NaN and inf
   float *dk, *dv;                           // keys × dim rounded up to vectors
+  float* sums;                              // of each strip: SUM_ROWS × R
   bool careful;
 };
+
+// What is added up of each row where it is asked for, over its visible keys, as kernels/__init__.py
+// says: t = unit·(dP − δ), x = lift·p·t of the weights up to the row's limit.
+enum Sum { NUMBER, AVERAGE, SPREAD, TOTAL, SQUARES, MOMENT, SUMS };
+
+constexpr int CONSTANTS = 4;                // unit, unit·δ, lift and limit of a row
+constexpr int SUM_ROWS = SUMS + CONSTANTS;  // of R lanes each, kept for a strip
+
+// Join the sums of other keys, b, to the rows' own.
+INLINE void join(F (&a)[SUMS], const F (&b)[SUMS]) {
+  const F all = a[NUMBER] + b[NUMBER], weight = b[NUMBER] / larger(all, splat(1.0f));
+  const F gap = b[AVERAGE] - a[AVERAGE];
+  a[SPREAD] += b[SPREAD] + gap * gap * (a[NUMBER] * weight);
+  a[AVERAGE] += gap * weight;
+  a[NUMBER] = all;
+  for (int i : {TOTAL, SQUARES, MOMENT}) a[i] += b[i];
+}
 
 INLINE int64_t vectors(int64_t dim) { return (dim + W - 1) / W; }
 
@@ -1426,10 +1447,49 @@ void to_chunks(const float* row, int64_t r, int64_t rows, int64_t dim, float sca
   });
 }
 
+// Add what keys a … b−1 pass on to the strip's sums.
+template <int NV>
+void add_sums(const Problem& p, const Strip& s, const Block& block, const Cut& c, const Buffers& w,
+              const Gradient& m, int64_t lane0, int64_t lanes, float* sums) {
+  const int64_t width = NV * W, n = c.b - c.a;
+  const F floor = splat(float_floor(p));
+  for (int v = 0; v < NV; v++) {
+    F own[SUMS], constants[CONSTANTS];
+    for (int i = 0; i < SUM_ROWS; i++)
+      (i < SUMS ? own[i] : constants[i - SUMS]) = load(sums + i * R + v * W);
+    const auto [unit, delta, lift, limit] = constants;
+    const I counted = load(s.state.count + v * W) != F{};
+    const float* weights = m.p + (c.a - block.k0) * lanes + lane0 + v * W;
+    // About the mean so far, or δ in the first block: both lie among the row's own dP, so that at
+    // most 2n roundings of the row's spread are lost (docs/maths.md#gradients).
+    const F about = own[AVERAGE];
+    F number = splat((float)n), sum{}, square{}, total{}, squares{}, moment{};
+    I hidden{};
+    for (int64_t j = 0; j < n; j++) {
+      const int64_t at = j * width + v * W;
+      F weight = load(weights + j * lanes), t = load(m.dp + at) * unit - delta, apart = t - about;
+      if (!c.whole) {
+        I seen = load(w.logits + at) != splat(-INF);
+        if (c.dense && w.bias) seen &= ~((load(w.bias + at) <= floor) & counted);
+        t = where(seen, t), apart = where(seen, apart), hidden += ~seen;
+      }
+      F x = where(weight > limit, F{}, lift * weight) * t;
+      sum += apart, square += apart * apart;
+      total += x, squares += x * x, moment += x * t;
+    }
+    number += __builtin_convertvector(hidden, F);
+    const F mean = sum / larger(number, splat(1.0f)), spread = larger(square - sum * mean, F{});
+    const F part[SUMS] = {number, about + mean, spread, total, squares, moment};
+    join(own, part);
+    for (int i = 0; i < SUMS; i++) store(sums + i * R + v * W, own[i]);
+  }
+}
+
 // p and dS of one strip and keys a … b−1 into columns `lane0` of the group's buffers.
 template <int NV>
 void strip_gradient(const Problem& p, const Strip& s, const Block& block, const Cut& c,
-                    const Buffers& w, const Gradient& m, int64_t lane0, int64_t lanes) {
+                    const Buffers& w, const Gradient& m, int64_t lane0, int64_t lanes,
+                    float* sums) {
   const int64_t width = NV * W, n = c.b - c.a;
   const float* k = block.k + (c.a - block.k0) * block.ldk;
   const float* value = block.v + (c.a - block.k0) * block.ldv;
@@ -1464,6 +1524,7 @@ void strip_gradient(const Problem& p, const Strip& s, const Block& block, const 
       store(ds_out + j * lanes, ds);
     }
   }
+  if (p.sums) add_sums<NV>(p, s, block, c, w, m, lane0, lanes, sums);
   if (p.d_bias) {
     for (int64_t i = 0; i < s.count; i++) {
       float* to = p.d_bias + s.batch * p.d_bias_stride[0] + s.head * p.d_bias_stride[1] +
@@ -1484,7 +1545,8 @@ void strip_gradient(const Problem& p, const Strip& s, const Block& block, const 
 
 // All rows of head h against every `step`-th block of keys from block `part` on.
 void backward_head(const Problem& p, const Plan& plan, int64_t b, int64_t h, int64_t part,
-                   int64_t step, const Workspace& w, const Gradient& m, float* d_query) {
+                   int64_t step, const Workspace& w, const Gradient& m, float* d_query,
+                   float* row_sums) {
   const int64_t kv = h / (p.heads / p.kv_heads), strips = (p.queries + R - 1) / R;
   const int64_t row0 = (b * p.heads + h) * p.queries, dim = p.dim, value_dim = p.value_dim;
   int64_t begin = p.keys, end = 0;
@@ -1496,6 +1558,8 @@ void backward_head(const Problem& p, const Plan& plan, int64_t b, int64_t h, int
     Array d_out{(const char*)(p.d_out + row0 * value_dim), FLOAT32, {0, 0, value_dim, 1}};
     to_columns(d_out, 0, 0, s.first, s.count, value_dim, lanes, s.ot, w.room);
     std::memset(m.dqt + i * R * dim, 0, lanes * dim * 4);
+    float* sums = m.sums + i * SUM_ROWS * R;
+    if (p.sums) std::memset(sums, 0, SUMS * R * 4);
     begin = std::min(begin, s.lo_min), end = std::max(end, s.hi_max + 1);
     for (int64_t j = 0; j < lanes; j++) {
       const int64_t row = row0 + s.first + std::min(j, s.count - 1);
@@ -1505,6 +1569,8 @@ void backward_head(const Problem& p, const Plan& plan, int64_t b, int64_t h, int
       s.state.mean[j] = p.level[row];
       s.state.m2[j] = p.d_entropy ? p.d_entropy[row] : 0.0f;
       s.state.count[j] = p.counted[row];
+      for (int64_t x = 0; p.sums && x < CONSTANTS; x++)
+        sums[(SUMS + x) * R + j] = p.constants[x * p.batch * p.heads * p.queries + row];
       s.state.key[j] = m.careful && !all_finite(g, value_dim) ? -1 : 0;
       if (j >= s.count) continue;
       copy_row(p.query, address(p.query, b, h, s.first + j, 0), dim, w.room);
@@ -1552,7 +1618,7 @@ void backward_head(const Problem& p, const Plan& plan, int64_t b, int64_t h, int
         if (c.a >= c.b) continue;
         with_vectors(s.nv, [&](auto nv) {
           constexpr int NV = decltype(nv)::value;
-          strip_gradient<NV>(p, s, block, c, w.buffers, m, lane0, lanes);
+          strip_gradient<NV>(p, s, block, c, w.buffers, m, lane0, lanes, m.sums + i * SUM_ROWS * R);
           add_transposed<NV>(k_safe + (c.a - k0) * ld_safe, ld_safe, dim,
                              m.ds + (c.a - k0) * lanes + lane0, lanes, c.b - c.a,
                              m.dqt + i * R * dim, width);
@@ -1586,6 +1652,9 @@ void backward_head(const Problem& p, const Plan& plan, int64_t b, int64_t h, int
   for (int64_t i = 0; i < strips; i++) {
     const Strip& s = m.strips[i];
     to_rows(m.dqt + i * R * dim, s.nv * W, s.count, dim, scale, d_query + s.first * dim, dim);
+    for (int64_t j = 0; p.sums && j < SUMS; j++)
+      std::memcpy(row_sums + j * p.batch * p.heads * p.queries + row0 + s.first,
+                  m.sums + (i * SUM_ROWS + j) * R, s.count * 4);
   }
 }
 
@@ -1621,7 +1690,9 @@ void backward(const Problem& p) {
   if (p.d_bias && shared) threads = 1;
   const int64_t parts = heads % threads == 0 || heads >= 4 * threads ? 1 : threads;
   const int64_t size = p.batch * p.heads * p.queries * p.dim;
+  const int64_t rows = p.batch * p.heads * p.queries;
   std::vector<float> partial((parts - 1) * size);
+  std::vector<float> partial_sums(p.sums ? (parts - 1) * SUMS * rows : 0);
   for_tasks(threads, heads * parts, [&](int64_t task) {
     const int64_t b = task / parts / p.kv_heads, kv = task / parts % p.kv_heads;
     const int64_t part = task % parts;
@@ -1630,7 +1701,7 @@ void backward(const Problem& p) {
     const int64_t strips = (p.queries + R - 1) / R, k_width = vectors(p.dim) * W;
     const int64_t v_width = vectors(p.value_dim) * W, lanes = plan.keys * R;
     const int64_t floats =
-        strips * R * (2 * p.dim + p.value_dim) + p.queries * (k_width + v_width) + 6 * lanes +
+        strips * R * (2 * p.dim + p.value_dim + SUM_ROWS) + p.queries * (k_width + v_width) + 6 * lanes +
         2 * plan.keys * ROWS_AT_ONCE + plan.keys * (2 * p.dim + p.value_dim + k_width + v_width) +
         W * (p.dim + p.value_dim);
     memory.reserve(floats * 4 + strips * sizeof(Strip) + (2 * strips + 40) * 128);
@@ -1642,6 +1713,7 @@ void backward(const Problem& p) {
       m.strips[i].ot = memory.floats(R * p.value_dim);
     }
     m.dqt = memory.floats(strips * R * p.dim);
+    m.sums = memory.floats(strips * R * SUM_ROWS);
     m.q_rows = memory.floats(p.queries * k_width);
     m.g_rows = memory.floats(p.queries * v_width);
     w.buffers.raw = w.buffers.logits = memory.floats(lanes);
@@ -1662,9 +1734,10 @@ void backward(const Problem& p) {
     m.careful = unsafe(p, b, kv, w.room);
     plan.copy |= m.careful;
     float* d_query = part == 0 ? p.d_query : partial.data() + (part - 1) * size;
+    float* sums = part == 0 ? p.sums : partial_sums.data() + (part - 1) * SUMS * rows;
     for (int64_t h = kv * group; h < (kv + 1) * group; h++)
       backward_head(p, plan, b, h, part, parts, w, m,
-                    d_query + (b * p.heads + h) * p.queries * p.dim);
+                    d_query + (b * p.heads + h) * p.queries * p.dim, sums);
   });
   if (parts == 1) return;
   constexpr int64_t PIECE = 1 << 14;
@@ -1673,6 +1746,17 @@ void backward(const Problem& p) {
     for (int64_t part = 0; part + 1 < parts; part++)
       for (int64_t i = from; i < to; i++) p.d_query[i] += partial[part * size + i];
   });
+  for (int64_t i = 0; p.sums && i < rows; i += W) {
+    const int64_t here = std::min<int64_t>(W, rows - i) * 4;
+    F own[SUMS]{}, other[SUMS]{};
+    for (int x = 0; x < SUMS; x++) std::memcpy(&own[x], p.sums + x * rows + i, here);
+    for (int64_t part = 0; part + 1 < parts; part++) {
+      const float* from = partial_sums.data() + part * SUMS * rows + i;
+      for (int x = 0; x < SUMS; x++) std::memcpy(&other[x], from + x * rows, here);
+      join(own, other);
+    }
+    for (int x = 0; x < SUMS; x++) std::memcpy(p.sums + x * rows + i, &own[x], here);
+  }
 }
 
 // ---------------------------------------------------------------------------------------- decode
@@ -1753,14 +1837,16 @@ INLINE void add_values(const float* v, int64_t ldv, const float* e, int64_t n, f
   for (int i = 0; i < N; i++) store(out + i * W, sum[i]);
 }
 
-// One row of scores of a block (raw = logits where nothing is capped or added): apply masks.
-void masked_row(const Problem& p, const Block& block, int64_t b, int64_t h, int64_t i, float* raw,
+// One row of scores of a block (raw = logits where nothing is capped or added): apply masks; how many
+// keys count.
+int64_t masked_row(const Problem& p, const Block& block, int64_t b, int64_t h, int64_t i, float* raw,
                 float* logits, float& poison) {
   const int64_t at = i + p.offset;
   const int64_t lo = p.left < 0 ? 0 : at - p.left, hi = p.right < 0 ? p.keys : at + p.right;
   const int32_t* ids = query_ids(p, b);
   const char* dense = p.dense.data ? address(p.dense, b, h, i, block.k0) : nullptr;
   const int64_t step = p.dense.stride[3] * size_of(p.dense.dtype);
+  int64_t number = 0;
   for (int64_t j = block.k0; j < block.k1; j++) {
     const int64_t x = j - block.k0;
     float logit = raw[x];
@@ -1778,14 +1864,17 @@ void masked_row(const Problem& p, const Block& block, int64_t b, int64_t h, int6
       if (counted) poison += logit - logit;
     }
     if (!counted) raw[x] = -INF;
+    number += counted;
     logits[x] = visible ? logit : -INF;
   }
+  return number;
 }
 
-// The state of one row over one block of n keys (both arrays padded with −inf to whole vectors);
-// logits become e, the top key's 1.
+// The state of one row over one block of n keys (both arrays padded with −inf to whole vectors), of
+// which `number` count; logits become e, the top key's 1.
 template <bool STATS>
-void summarise(float* raw, float* logits, int64_t n, int64_t k0, float poison, State& s, int lane) {
+void summarise(float* raw, float* logits, int64_t n, int64_t number, int64_t k0, float poison,
+               State& s, int lane) {
   F top = splat(-INF), peak = top, sum{}, count{};
   for (int64_t j = 0; j < n; j += W) {
     F x = load(raw + j);
@@ -1798,7 +1887,9 @@ void summarise(float* raw, float* logits, int64_t n, int64_t k0, float poison, S
   float best = -INF, high = -INF;
   for (int i = 0; i < W; i++) best = std::max(best, top[i]), high = std::max(high, peak[i]);
   s.top[lane] = best, s.peak[lane] = high, s.key[lane] = -1;
-  s.count[lane] = sum_of(count);
+  s.count[lane] = (float)number;
+  // A score that counts and is −∞ looks hidden above, and spoils its row.
+  if (sum_of(count) != s.count[lane]) poison = std::numeric_limits<float>::quiet_NaN();
   s.mean[lane] = (sum_of(sum) + poison) / std::max(s.count[lane], 1.0f);
   s.rest[lane] = s.rest_sq[lane] = s.rest_log[lane] = s.rest_pos[lane] = s.m2[lane] = 0;
   const F mean = splat(s.mean[lane]);
@@ -1931,11 +2022,12 @@ void decode(const Problem& p) {
         }
         const int64_t at = i + p.offset;
         float poison = 0;
+        int64_t number = keys;
         if (p.dense.data || p.softcap != 0 || block.keep || block.ids ||
             (p.left >= 0 && at - p.left > k0) || (p.right >= 0 && at + p.right < block.k1 - 1))
-          masked_row(p, block, b, h, i, raw, logits, poison);
+          number = masked_row(p, block, b, h, i, raw, logits, poison);
         for (int64_t j = keys; j < whole; j++) raw[j] = logits[j] = -INF;
-        summarise<STATS>(raw, logits, whole, k0, poison, block_state, 0);
+        summarise<STATS>(raw, logits, whole, number, k0, poison, block_state, 0);
         float fa, fb;
         merge(state, r, block_state, 0, fa, fb);
         if (p.value_dim == 0) continue;
@@ -1959,6 +2051,413 @@ void decode(const Problem& p) {
       finish_decode<STATS>(p, &states[unit * chunks], outs.data() + unit * chunks * room, chunks,
                            room, (b * p.kv_heads + kv) * rows + first, n);
   });
+}
+
+// ------------------------------------------------------------------------------- score moments
+//
+// Mean and variance of each row's scores over keys start … stop−1, start being where a run of keys
+// starts (intervals.py), all in double. Keys are cut into chunks; of the chunks before a row's last
+// one the state (count, mean μ, scatter M) is kept, and the keys of the row's own chunk are scored:
+//
+//     var·n = qᵀMq + Σ(s − s̄)² + (⟨q,c − μ⟩ + s̄)²·n_piece·n_before/n      c: the piece's centre
+//
+// Keys are taken about the mean of their own run in their own chunk, and states are joined by the
+// formula of Chan, Golub & LeVeque, so nothing cancels. M is kept as an upper triangle with what is
+// above the diagonal doubled: half of qᵀMq. A row's lane and a strip's rows are as in `forward`.
+
+typedef double D __attribute__((vector_size(W * 4)));
+typedef int64_t L __attribute__((vector_size(W * 4)));
+constexpr int WD = W / 2;          // doubles side by side
+constexpr int RD = MAX_NV * WD;    // rows in a strip
+
+INLINE D load(const double* p) { D v; std::memcpy(&v, p, sizeof v); return v; }
+INLINE void store(double* p, D v) { std::memcpy(p, &v, sizeof v); }
+INLINE D splat(double s) { return D{} + s; }
+
+struct Moments {
+  int64_t batch, heads, kv_heads, queries, keys, dim, threads;
+  Array query, key;        // (batch, heads or kv_heads, length, dim)
+  const int64_t* source;   // where each key lies, in the order of runs; null: in that order
+  const int64_t* runs;     // where each key's run starts, in that order; null: they are one
+  const int64_t *start, *stop;   // (queries)
+  const int64_t* rows;     // queries by ascending stop; null: they are
+  const uint8_t* weight;   // (batch·kv_heads, keys), in that order, 0 for a key to leave out; or null
+  const double* toward;    // (batch, heads, dim): the query whose variance along each row is wanted
+  double *mean, *m2, *bias_mean, *bias_m2;   // (batch, heads, queries); 0 for a row without keys
+  double* state;           // (batch·kv_heads, 1 + dim + dim²): n, μ, M of the last run; or null
+};
+
+// Σ over the keys of the run that goes on.
+struct RunState {
+  double n = 0;
+  std::vector<double> mean, scatter;     // dim; dim × whole vectors, upper, doubled
+  std::vector<double> bias_mean, bias_m2;   // of each head of the group
+  bool fresh = false;                    // whether a run has started since this was cleared
+  RunState(int64_t dim, int64_t width, int64_t group)
+      : mean(width), scatter(dim * width), bias_mean(group), bias_m2(group) {}
+};
+
+INLINE int64_t chunk_of(int64_t dim) {   // scoring a chunk costs about what its Gram does
+  return std::min<int64_t>(std::max<int64_t>((3 * dim / 4 + 23) / 24 * 24, 24), 192);
+}
+
+void copy_row(const Array& a, const char* row, int64_t n, double* to) {
+  const int64_t step = a.stride[3] * size_of(a.dtype);
+  if (a.dtype == FLOAT64)
+    for (int64_t x = 0; x < n; x++) std::memcpy(to + x, row + x * step, 8);
+  else if (a.dtype == FLOAT32 && a.stride[3] == 1)
+    for (int64_t x = 0; x < n; x++) to[x] = ((const float*)row)[x];
+  else
+    for (int64_t x = 0; x < n; x++) to[x] = read(row + x * step, a.dtype);
+}
+
+template <int T, int NV>
+INLINE void multiply(D (&sum)[T][NV], const double* a, int64_t step_j, int64_t step_x,
+                     const double* b, int64_t width, int64_t n) {
+  for (int64_t x = 0; x < n; x++) {
+    D b0 = load(b), b1{}, b2{};
+    PIN(b0);
+    if (NV > 1) { b1 = load(b + WD); PIN(b1); }
+    if (NV > 2) { b2 = load(b + 2 * WD); PIN(b2); }
+#pragma GCC unroll 4
+    for (int j = 0; j < T; j++) {
+      D aj = splat(a[j * step_j]);
+      sum[j][0] += aj * b0;
+      if (NV > 1) sum[j][1 % NV] += aj * b1;
+      if (NV > 2) sum[j][2 % NV] += aj * b2;
+    }
+    a += step_x;
+    b += width;
+  }
+}
+
+// Cut n rows into fours and what is left: do(Int<rows>, first).
+template <class Do>
+INLINE void in_fours(int64_t n, const Do& run) {
+  int64_t j = 0;
+  for (; j + 4 <= n; j += 4) run(Int<4>{}, j);
+  for (; j < n; j++) run(Int<1>{}, j);
+}
+
+// scatter (upper, doubled) += XᵀX for n rows of X.
+template <int NV>
+INLINE void add_gram(const double* x, int64_t width, int64_t n, int64_t dim, int64_t from,
+                     double* scatter) {
+  in_fours(std::min(dim, from + NV * WD), [&](auto t, int64_t a) {
+    constexpr int T = decltype(t)::value;
+    D sum[T][NV] = {};
+    multiply<T, NV>(sum, x + a, 1, width, x + from, width, n);
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < NV; v++) {
+        double* to = scatter + (a + i) * width + from + v * WD;
+        for (int l = 0; l < WD; l++) {
+          const int64_t b = from + v * WD + l;
+          sum[i][v][l] *= b > a + i ? 2 : b == a + i ? 1 : 0;
+        }
+        store(to, load(to) + sum[i][v]);
+      }
+  });
+}
+
+struct MomentsRoom {   // of a thread
+  int64_t chunk, width, group;
+  std::vector<double> x, centre, along, bias, q, scores, shift;
+  std::vector<int64_t> run, count;
+  std::vector<uint8_t> real;
+  MomentsRoom(const Moments& p)
+      : chunk(chunk_of(p.dim)), width((p.dim + WD - 1) / WD * WD), group(p.heads / p.kv_heads),
+        x((chunk + 1) * width), centre(chunk * width), along(group * chunk), bias(2 * group * chunk),
+        q(width * RD), scores(chunk * RD), shift(2 * width), run(chunk), count(chunk), real(chunk) {}
+};
+
+INLINE int64_t row_at(const Moments& p, int64_t i) { return p.rows ? p.rows[i] : i; }
+
+// The keys of a chunk about the mean of their run in it. Returns how many runs there are.
+int64_t fetch_keys(const Moments& p, MomentsRoom& room, int64_t pair, int64_t e0, int64_t e1) {
+  const int64_t b = pair / p.kv_heads, kv = pair % p.kv_heads, width = room.width;
+  int64_t runs = 0;
+  for (int64_t first = e0, last; first < e1; first = last, runs++) {
+    double* centre = &room.centre[runs * width];
+    std::fill_n(centre, width, 0.0);
+    int64_t n = 0;
+    for (last = first; last < e1; last++) {
+      if (last > first && p.runs && p.runs[last] != p.runs[first]) break;
+      const int64_t j = last - e0;
+      double* x = &room.x[j * width];
+      room.run[j] = runs;
+      room.real[j] = !p.weight || p.weight[pair * p.keys + last];
+      if (room.real[j]) {
+        copy_row(p.key, address(p.key, b, kv, p.source ? p.source[last] : last, 0), p.dim, x);
+        for (int64_t i = 0; i < p.dim; i++) centre[i] += x[i];
+        n++;
+      } else {
+        std::fill_n(x, p.dim, 0.0);
+      }
+      room.count[j] = n;
+    }
+    for (int64_t i = 0; i < p.dim; i++) centre[i] /= std::max<double>((double)n, 1);
+    for (int64_t j = first - e0; j < last - e0; j++)
+      for (int64_t i = 0; room.real[j] && i < p.dim; i++) room.x[j * width + i] -= centre[i];
+  }
+  return runs;
+}
+
+// The mean query's scores along the runs of a chunk: mean and squared deviations up to each key.
+void run_along(const Moments& p, MomentsRoom& room, RunState& state, int64_t pair, int64_t e0,
+               int64_t e1) {
+  for (int64_t g = 0; g < room.group; g++) {
+    const double* toward = p.toward + (pair * room.group + g) * p.dim;
+    auto dot = [&](const double* x) {
+      double sum = 0;
+      for (int64_t i = 0; i < p.dim; i++) sum += toward[i] * x[i];
+      return sum;
+    };
+    double n = state.n, mean = state.bias_mean[g], m2 = state.bias_m2[g], base = 0;
+    for (int64_t j = 0; j < e1 - e0; j++) {
+      if (j == 0 || room.run[j] != room.run[j - 1]) base = dot(&room.centre[room.run[j] * room.width]);
+      if (p.runs && p.runs[e0 + j] == e0 + j) n = mean = m2 = 0;
+      if (room.real[j]) {
+        const double gap = dot(&room.x[j * room.width]) + base - mean;
+        n += 1;
+        mean += gap / n;
+        m2 += gap * gap * ((n - 1) / n);
+      }
+      room.bias[2 * (g * room.chunk + j)] = mean, room.bias[2 * (g * room.chunk + j) + 1] = m2;
+    }
+    state.bias_mean[g] = mean, state.bias_m2[g] = m2;
+  }
+}
+
+// Rows at first … first+count−1 (≤ RD) of the order, whose last key is in the chunk.
+void moments_strip(const Moments& p, MomentsRoom& room, const RunState& state, int64_t pair,
+                   int64_t g, int64_t e0, int64_t first, int64_t count) {
+  const int64_t b = pair / p.kv_heads, h = pair % p.kv_heads * room.group + g, width = room.width;
+  int64_t lo = room.chunk, hi = 0, row[RD];
+  bool before = false, same = true;
+  double from[RD], to[RD], n_piece[RD], n_before[RD];
+  int64_t run[RD];
+  for (int i = 0; i < RD; i++) {
+    row[i] = row_at(p, first + std::min<int64_t>(i, count - 1));
+    const int64_t start = p.start[row[i]] - e0, stop = p.stop[row[i]] - e0;
+    const bool any = start < stop;
+    from[i] = (double)std::max<int64_t>(start, 0), to[i] = any ? (double)stop : 0.0;
+    n_piece[i] = any ? (double)room.count[stop - 1] : 0.0;
+    n_before[i] = any && start < 0 ? state.n : 0.0;
+    run[i] = any ? room.run[stop - 1] : 0;
+    same &= run[i] == run[0];
+    before |= n_before[i] > 0;
+    if (any) lo = std::min(lo, (int64_t)from[i]), hi = std::max(hi, stop);
+    if (i < count || i == 0) {
+      double q[64];
+      for (int64_t x0 = 0; x0 < p.dim; x0 += 64) {
+        const int64_t some = std::min<int64_t>(64, p.dim - x0);
+        copy_row(p.query, address(p.query, b, h, row[i], x0), some, q);
+        for (int64_t x = 0; x < some; x++) room.q[(x0 + x) * RD + i] = q[x];
+      }
+    } else {
+      for (int64_t x = 0; x < p.dim; x++) room.q[x * RD + i] = room.q[x * RD + count - 1];
+    }
+  }
+  const double *q = room.q.data(), *keys = room.x.data();
+  double* scores = room.scores.data();
+  in_fours(hi - lo, [&](auto t, int64_t j) {
+    constexpr int T = decltype(t)::value;
+    D sum[T][MAX_NV] = {};
+    multiply<T, MAX_NV>(sum, keys + (lo + j) * width, width, 1, q, RD, p.dim);
+    for (int i = 0; i < T; i++)
+      for (int v = 0; v < MAX_NV; v++) store(scores + (lo + j + i) * RD + v * WD, sum[i][v]);
+  });
+  D mean[MAX_NV] = {}, m2[MAX_NV] = {}, low[MAX_NV], high[MAX_NV];
+  for (int v = 0; v < MAX_NV; v++) low[v] = load(from + v * WD), high[v] = load(to + v * WD);
+  auto of_keys = [&](auto add) {
+    for (int64_t j = lo; j < hi; j++) {
+      if (!room.real[j]) continue;
+      const D place = splat((double)j);
+      for (int v = 0; v < MAX_NV; v++)
+        add(v, load(scores + j * RD + v * WD), (L)(place >= low[v]) & (L)(place < high[v]));
+    }
+  };
+  of_keys([&](int v, D s, L there) { mean[v] += (D)((L)s & there); });
+  for (int v = 0; v < MAX_NV; v++) {
+    const D n = load(n_piece + v * WD);
+    mean[v] /= n > splat(1.0) ? n : splat(1.0);
+  }
+  of_keys([&](int v, D s, L there) {
+    const D away = (D)((L)(s - mean[v]) & there);
+    m2[v] += away * away;
+  });
+
+  // The scores' common part: ⟨q, centre⟩ of the row's run.
+  double common[RD] = {}, known[RD] = {}, of_mean[RD] = {}, gap[RD];
+  auto dots = [&](const double* with, double* result) {
+    D sum[1][MAX_NV] = {};
+    multiply<1, MAX_NV>(sum, with, 0, 1, q, RD, p.dim);
+    for (int v = 0; v < MAX_NV; v++) store(result + v * WD, sum[0][v]);
+  };
+  if (same) {
+    dots(&room.centre[run[0] * width], common);
+  } else {
+    for (int i = 0; i < RD; i++)
+      for (int64_t x = 0; x < p.dim; x++) common[i] += room.centre[run[i] * width + x] * q[x * RD + i];
+  }
+  if (before) {
+    D sum[MAX_NV] = {};
+    in_fours(p.dim, [&](auto t, int64_t a) {
+      constexpr int T = decltype(t)::value;
+      D y[T][MAX_NV] = {};
+      multiply<T, MAX_NV>(y, &state.scatter[a * width + a], width, 1, q + a * RD, RD, p.dim - a);
+      for (int i = 0; i < T; i++)
+        for (int v = 0; v < MAX_NV; v++) sum[v] += y[i][v] * load(q + (a + i) * RD + v * WD);
+    });
+    for (int v = 0; v < MAX_NV; v++) store(known + v * WD, sum[v]);
+    for (int64_t x = 0; x < p.dim; x++) room.shift[x] = room.centre[x] - state.mean[x];
+    dots(state.mean.data(), of_mean);
+    dots(room.shift.data(), gap);
+  }
+  double piece_mean[RD], piece_m2[RD];
+  for (int v = 0; v < MAX_NV; v++) store(piece_mean + v * WD, mean[v]), store(piece_m2 + v * WD, m2[v]);
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t at = (b * p.heads + h) * p.queries + row[i];
+    const double n = n_piece[i] + n_before[i];
+    if (n == 0) {
+      p.mean[at] = p.m2[at] = p.bias_mean[at] = p.bias_m2[at] = 0;
+      continue;
+    }
+    if (n_before[i] > 0) {
+      const double away = gap[i] + piece_mean[i], share = n_piece[i] / n;
+      p.mean[at] = of_mean[i] + (share > 0 ? away * share : 0.0);
+      p.m2[at] = known[i] + piece_m2[i] + (share > 0 ? away * away * (n_before[i] * share) : 0.0);
+    } else {
+      p.mean[at] = piece_mean[i] + common[i], p.m2[at] = piece_m2[i];
+    }
+    const double* bias = &room.bias[2 * (g * room.chunk + p.stop[row[i]] - 1 - e0)];
+    p.bias_mean[at] = bias[0], p.bias_m2[at] = bias[1];
+  }
+}
+
+// `state` joined by what a later run state holds; both of one run unless the later is fresh.
+void join(RunState& state, const RunState& later, int64_t dim, int64_t width) {
+  if (later.fresh || state.n == 0) {
+    const bool fresh = state.fresh || later.fresh;
+    state = later;
+    state.fresh = fresh;
+    return;
+  }
+  if (later.n == 0) return;
+  const double n = state.n + later.n, share = later.n / n, weight = state.n * share;
+  std::vector<double> gap(dim);
+  for (int64_t a = 0; a < dim; a++) gap[a] = later.mean[a] - state.mean[a];
+  for (int64_t a = 0; a < dim; a++) {
+    double* to = &state.scatter[a * width];
+    for (int64_t b = a; b < dim; b++)
+      to[b] += later.scatter[a * width + b] + (b > a ? 2 : 1) * weight * gap[a] * gap[b];
+    state.mean[a] += gap[a] * share;
+  }
+  for (size_t g = 0; g < state.bias_mean.size(); g++) {
+    const double away = later.bias_mean[g] - state.bias_mean[g];
+    state.bias_m2[g] += later.bias_m2[g] + away * away * weight;
+    state.bias_mean[g] += away * share;
+  }
+  state.n = n;
+}
+
+// Keys from … to−1 of one kv head; the rows whose last key is among them, unless `states_only`.
+void moments_piece(const Moments& p, MomentsRoom& room, RunState& state, int64_t pair, int64_t from,
+                   int64_t to, bool states_only) {
+  const int64_t width = room.width, chunk = room.chunk;
+  int64_t cursor = 0;
+  if (!states_only && from > 0) {   // the first row whose last key is not before
+    int64_t high = p.queries;
+    while (cursor < high) {
+      const int64_t middle = (cursor + high) / 2;
+      if (p.stop[row_at(p, middle)] <= from) cursor = middle + 1;
+      else high = middle;
+    }
+  }
+  for (int64_t e0 = from, e1; e0 < to; e0 = e1) {
+    e1 = std::min(e0 + chunk, to);
+    const int64_t runs = fetch_keys(p, room, pair, e0, e1);
+    const double before = state.n;
+    if (p.toward) run_along(p, room, state, pair, e0, e1);
+    int64_t last = cursor;
+    while (!states_only && last < p.queries && p.stop[row_at(p, last)] <= e1) last++;
+    for (int64_t g = 0; g < room.group; g++)
+      for (int64_t i = cursor; i < last; i += RD)
+        moments_strip(p, room, state, pair, g, e0, i, std::min<int64_t>(RD, last - i));
+    cursor = last;
+    // The run that goes on after the chunk.
+    const int64_t going = p.runs ? p.runs[e1 - 1] : 0;
+    const int64_t first = std::max(going, e0) - e0;
+    const double n = (double)room.count[e1 - 1 - e0];
+    const double* centre = &room.centre[(runs - 1) * width];
+    int64_t vectors = e1 - e0 - first;
+    if (going >= e0) {
+      state.fresh = true;
+      state.n = n;
+      std::copy_n(centre, width, state.mean.data());
+      std::fill(state.scatter.begin(), state.scatter.end(), 0.0);
+    } else if (n > 0) {
+      // The step from the earlier mean is one more vector of the Gram.
+      const double share = n / (before + n), root = std::sqrt(before * share);
+      double* step = &room.x[(e1 - e0) * width];
+      for (int64_t i = 0; i < width; i++) {
+        const double gap = centre[i] - state.mean[i];
+        step[i] = gap * root;
+        state.mean[i] += gap * share;
+      }
+      state.n = before + n;
+      vectors++;
+    }
+    if (n == 0) continue;
+    for (int64_t at = 0; at < width; at += MAX_NV * WD) {
+      const double* x = &room.x[first * width];
+      with_vectors((int)std::min<int64_t>((width - at) / WD, MAX_NV), [&](auto nv) {
+        add_gram<decltype(nv)::value>(x, width, vectors, p.dim, at, state.scatter.data());
+      });
+    }
+  }
+}
+
+void moments(const Moments& p) {
+  const int64_t pairs = p.batch * p.kv_heads, chunk = chunk_of(p.dim);
+  const int64_t width = (p.dim + WD - 1) / WD * WD, group = p.heads / p.kv_heads;
+  const int64_t chunks = (p.keys + chunk - 1) / chunk;
+  // Few heads are cut along the keys; each cut but the last then costs its Grams twice.
+  int64_t cuts = pairs >= p.threads ? 1 : (2 * p.threads + pairs - 1) / pairs;
+  cuts = std::max<int64_t>(std::min(cuts, chunks / 8), 1);
+  const int64_t size = (chunks + cuts - 1) / cuts * chunk;
+  cuts = (p.keys + size - 1) / size;
+  std::vector<RunState> states(pairs * cuts, RunState(p.dim, width, group));
+  auto piece = [&](int64_t task, bool states_only) {
+    MomentsRoom room(p);
+    const int64_t from = task % cuts * size;
+    moments_piece(p, room, states[task], task / cuts, from, std::min(from + size, p.keys), states_only);
+  };
+  if (cuts > 1) {
+    for_tasks(p.threads, pairs * cuts, [&](int64_t task) {
+      if (task % cuts + 1 < cuts) piece(task, true);
+    });
+    for (int64_t pair = 0; pair < pairs; pair++) {   // from each piece's own to what is before it
+      RunState so_far(p.dim, width, group);
+      for (int64_t c = 0; c < cuts; c++) {
+        RunState own = std::move(states[pair * cuts + c]);
+        states[pair * cuts + c] = so_far;
+        if (c + 1 < cuts) join(so_far, own, p.dim, width);
+      }
+    }
+  }
+  for_tasks(p.threads, pairs * cuts, [&](int64_t task) { piece(task, false); });
+  for (int64_t pair = 0; p.state && pair < pairs; pair++) {
+    const RunState& s = states[pair * cuts + cuts - 1];
+    double* to = p.state + pair * (1 + p.dim + p.dim * p.dim);
+    *to++ = s.n;
+    to = std::copy_n(s.mean.data(), p.dim, to);
+    for (int64_t a = 0; a < p.dim; a++)
+      for (int64_t b = 0; b < p.dim; b++) {
+        const double x = s.scatter[std::min(a, b) * width + std::max(a, b)];
+        *to++ = a == b ? x : x / 2;
+      }
+  }
 }
 
 }  // namespace
@@ -2004,3 +2503,5 @@ PUBLIC void scaledot_forward(const Problem* p) {
   else few ? decode<false>(*p) : forward<false>(*p);
 }
 PUBLIC void scaledot_backward(const Problem* p) { backward(*p); }
+PUBLIC int64_t scaledot_moments_size() { return sizeof(Moments); }
+PUBLIC void scaledot_moments(const Moments* p) { moments(*p); }

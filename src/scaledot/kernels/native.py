@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from scaledot.kernels import Gradients, Terms
+from scaledot.kernels import SUMS, Gradients, Terms, fold, row_constants, row_gradients
 from scaledot.masks import Visibility
 from scaledot.rows import RowStats
 
@@ -33,12 +33,16 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK_DTYPES = DTYPES | {torch.bool: 3, torch.float64: 4}
 _VARIANTS = ("avx512", "avx2", "baseline")
 """Widest first."""
-OCTAVES = 3
+OCTAVES = 4
 """Doublings of the scale that one run computes at most, native.cpp's MAX_OCTAVES."""
-_LAYOUT = struct.Struct("=7q3d3q42q8q10q4q")
+_LAYOUT = struct.Struct("=7q3d3q42q8q10q4q2q")
+_MOMENTS = struct.Struct("=7q12q12q")
 # Said, because what torch.empty makes otherwise is for the user to set.
 _FLOAT: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-_NOTHING, _NO_MASK, _FORWARD_ONLY = (0,) * 6, (0,) * 25, (0,) * 14
+_NOTHING, _NO_MASK, _FORWARD_ONLY = (0,) * 6, (0,) * 25, (0,) * 16
+
+
+_OTHER_VERSION = "its library is of another version: install scaledot again"
 
 
 class _Missing(Exception):
@@ -70,8 +74,11 @@ def _load() -> ctypes.CDLL:
         library = _open(found[wanted or runs[0]])
     except OSError as error:
         raise _Missing(f"its library does not load: {error}") from None
-    if library.scaledot_problem_size() != _LAYOUT.size:
-        raise _Missing("its library is of another version: install scaledot again")
+    except AttributeError:
+        raise _Missing(_OTHER_VERSION) from None
+    sizes = library.scaledot_problem_size(), library.scaledot_moments_size()
+    if sizes != (_LAYOUT.size, _MOMENTS.size):
+        raise _Missing(_OTHER_VERSION)
     pool = _torch_pool()
     if pool:
         library.scaledot_use_pool(pool)
@@ -81,11 +88,11 @@ def _load() -> ctypes.CDLL:
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     library.scaledot_isa.restype = ctypes.c_char_p
-    for name in ("scaledot_problem_size", "scaledot_supports"):
+    for name in ("scaledot_problem_size", "scaledot_moments_size", "scaledot_supports"):
         getattr(library, name).restype = ctypes.c_int64
     library.scaledot_supports.argtypes = [ctypes.c_char_p]
     library.scaledot_use_pool.argtypes = [ctypes.c_void_p]
-    for name in ("scaledot_forward", "scaledot_backward"):
+    for name in ("scaledot_forward", "scaledot_backward", "scaledot_moments"):
         function = getattr(library, name)
         function.argtypes, function.restype = [ctypes.c_char_p], None
     return library
@@ -188,26 +195,37 @@ def sweep(
     seen: Visibility,
     terms: Terms,
     factors: Sequence[float],
-) -> list[RowStats]:
-    """Row statistics alone, at scale·factor for each factor.
+    value: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
+) -> tuple[list[RowStats], Float[Tensor, "batch heads queries value_dim"] | None]:
+    """(rows at scale·factor for each factor, softmax(…)·value at the scale itself).
 
-    Factors an octave apart share one QKᵀ and one exponential: e^(2βz) is the square of e^(βz). With
-    a soft-cap or an additive mask, which do not grow with the scale, each factor is a run.
+    Factors an octave apart share one QKᵀ and one exponential: e^(2βz) is the square of e^(βz); and
+    the output shares it with what starts at factor 1. With a soft-cap or an additive mask, which do
+    not grow with the scale, each factor is a run.
     """
     done: dict[float, RowStats] = {}
     together = terms.softcap is None and seen.bias is None
-    for factor in sorted(factors, key=abs):
+    out = None
+    if value is not None:
+        out = torch.empty((*query.shape[:3], value.shape[3]), **_FLOAT)
+    # From 1 up first where a value wants it, so that no run from below takes 1 in.
+    order = sorted(factors, key=abs)
+    if value is not None:
+        order = [1.0, *(f for f in order if f != 1)]
+    for factor in order:
         if factor in done:
             continue
-        octaves = max((n for n in range(1, OCTAVES + 1) if factor * 2**n in factors), default=0)
+        wanted = (n for n in range(1, OCTAVES + 1) if factor * 2**n in factors)
+        octaves = max((n for n in wanted if factor * 2**n not in done), default=0)
         octaves = octaves if together and factor else 0
         numbers, whole, nonfinite = _results(query.shape[:3], (octaves + 1,))
         addresses = (numbers.data_ptr(), whole.data_ptr(), nonfinite.data_ptr())
         scaled = replace(terms, scale=terms.scale * factor)
-        _run(query, key, None, seen, scaled, None, addresses, statistics=1, octaves=octaves)
+        here = (value, out) if factor == 1 else (None, None)
+        _run(query, key, here[0], seen, scaled, here[1], addresses, statistics=1, octaves=octaves)
         for n in range(octaves + 1):
             done[factor * 2**n] = _rows(numbers[n], whole[n], nonfinite[n], terms)[0]
-    return [done[factor] for factor in factors]
+    return [done[factor] for factor in factors], out
 
 
 def _results(shape: torch.Size, times: tuple[int, ...] = ()) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,6 +278,7 @@ def backward(
     d_lse: Float[Tensor, "batch heads queries"] | None,
     d_entropy: Float[Tensor, "batch heads queries"] | None,
     bias_gradient: bool,
+    rows: bool = False,
 ) -> Gradients:
     """Exact gradients in float32, as `tiled.backward`; the same for a given number of threads.
 
@@ -275,32 +294,30 @@ def backward(
         d_bias = torch.zeros_like(seen.bias, dtype=torch.float32)
 
     d_out = torch.zeros_like(out) if d_out is None else d_out.to(torch.float32).contiguous()
-    level = (d_out * out).sum(-1)
-    if d_lse is not None:
-        level = level - torch.where(counted, d_lse.to(torch.float32), 0.0)
-    if d_entropy is not None:
-        d_entropy = torch.where(counted, d_entropy.to(torch.float32), 0.0).contiguous()
-        level = level + torch.where(counted, d_entropy * entropy, 0.0)
-    level = level.contiguous()
-    d_sinks = None
-    if terms.sinks is not None:
-        log_p = terms.sinks.to(torch.float32)[:, None] - torch.where(top == -math.inf, 0.0, top)
-        log_p = log_p - log_mass
-        slope = -level if d_entropy is None else -level - d_entropy * log_p.clamp(min=-1000.0)
-        d_sinks = torch.where(counted, log_p.exp() * slope, 0.0).sum((0, 2))
     top, log_mass, counted = top.contiguous(), log_mass.contiguous(), counted.contiguous()
+    folded = fold(terms, top, log_mass, entropy, counted, out, d_out, d_lse, d_entropy)
+    level, d_entropy = folded.level.contiguous(), folded.d_entropy
+    d_entropy = None if d_entropy is None else d_entropy.contiguous()
+    constants = sums = None
+    if rows:
+        constants = row_constants(folded, log_mass, d_out)
+        sums = torch.zeros(len(SUMS), *top.shape, **_FLOAT)
     if d_query.numel() and key.shape[2]:
         read = (d_out, level, d_entropy, top, log_mass, counted)
         written = (d_query, d_key, d_value, d_bias)
         addresses = (0 if x is None else x.data_ptr() for x in (*read, *written))
         strides = (0,) * 4 if d_bias is None else _array(d_bias)[2:]
+        asked = (0 if x is None else x.data_ptr() for x in (constants, sums))
         problem, _kept = _problem(
-            query, key, value, seen, terms, None, (0,) * 5, (*addresses, *strides)
+            query, key, value, seen, terms, None, (0,) * 5, (*addresses, *strides, *asked)
         )
         _loaded().scaledot_backward(problem)
     else:
         d_query.zero_()
-    return Gradients(d_query, d_key, d_value, d_bias, d_sinks)
+    passed = None
+    if sums is not None and constants is not None:
+        passed = row_gradients(sums, constants, folded, log_mass, counted)
+    return Gradients(d_query, d_key, d_value, d_bias, folded.d_sinks, passed)
 
 
 def _problem(
@@ -372,3 +389,65 @@ def _small_ids(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
             zip(both.split([query_ids.numel(), key_ids.numel()]), (query_ids, key_ids), strict=True)
         )  # fmt: skip
     return query_ids.to(torch.int32).contiguous(), key_ids.to(torch.int32).contiguous()
+
+
+def moments_reason(device: str) -> str | None:
+    """Why there are no moments of keys on such a device, in one line; None where there are."""
+    if (missing := available()) is not None:
+        return f"kernel 'native' is not there: {missing}"
+    if device != "cpu":
+        return f'kernel \'native\' runs on a CPU, not on {device}: pass kernel="tiled" or "auto"'
+    return None
+
+
+def moments(
+    query: Float[Tensor, "batch heads queries dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    source: Int[Tensor, " keys"] | None,
+    runs: Int[Tensor, " keys"] | None,
+    start: Int[Tensor, " queries"],
+    stop: Int[Tensor, " queries"],
+    weight: Bool[Tensor, "batch kv_heads keys"] | None,
+    toward: Float[Tensor, "batch heads dim"],
+) -> tuple[Float[Tensor, "batch heads queries"], ...]:
+    """(mean, m2, bias_mean, bias_m2), float64, of each row's raw scores over keys start … stop−1.
+
+    Keys are taken in the order of `source` (None: theirs), and so are runs and weight; start is
+    where a run of keys starts, runs where each key's does (None: they are one). weight is False for
+    keys to leave out, m2 the sum of squared deviations. bias_mean and bias_m2 are those of the
+    query `toward` along the same keys. 0 for a row without keys. Any float dtype; all is computed
+    in float64. Only where `moments_reason` is None. Source: docs/maths.md#score-moments.
+    """
+    out = torch.empty((4, *query.shape[:3]), dtype=torch.float64, device="cpu")
+    if query.numel() == 0 or key.numel() == 0:
+        return out.zero_().unbind()
+    rows = None
+    if (stop[1:] < stop[:-1]).any():
+        rows = stop.argsort(stable=True)
+    toward = toward.to(torch.float64).contiguous()
+    _moments(query, key, source, runs, start, stop, rows, weight, toward, *out.unbind(), None)
+    return out.unbind()
+
+
+def scatter(
+    x: Float[Tensor, "batch heads length dim"], weight: Bool[Tensor, "batch heads length"] | None
+) -> tuple[Tensor, Float[Tensor, "batch heads dim"], Float[Tensor, "batch heads dim dim"]]:
+    """(number, mean, Σ(x − mean)(x − mean)ᵀ) of the vectors that weight does not leave out."""
+    batch, heads, _, d = x.shape
+    state = torch.zeros((batch, heads, 1 + d + d * d), dtype=torch.float64, device="cpu")
+    if x.numel():
+        _moments(x[:, :, :0], x, None, None, None, None, None, weight, *(None,) * 5, state)
+    return state[..., 0], state[..., 1 : 1 + d], state[..., 1 + d :].unflatten(-1, (d, d))
+
+
+def _moments(query: Tensor, key: Tensor, *tensors: Tensor | None) -> None:
+    """Run native.cpp's `moments` on tensors in the order of its struct."""
+    batch, heads, queries, dim = query.shape
+    kept = [None if x is None else x.contiguous() for x in tensors]
+    packed = _MOMENTS.pack(
+        batch, heads, key.shape[1], queries, key.shape[2], dim, torch.get_num_threads(),
+        query.data_ptr(), _MASK_DTYPES[query.dtype], *query.stride(),
+        key.data_ptr(), _MASK_DTYPES[key.dtype], *key.stride(),
+        *(0 if x is None else x.data_ptr() for x in kept),
+    )  # fmt: skip
+    _loaded().scaledot_moments(packed)

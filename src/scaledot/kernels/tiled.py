@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from scaledot.kernels import Gradients, Terms
+from scaledot.kernels import SUMS, Gradients, Terms, fold, row_constants, row_gradients
 from scaledot.masks import Visibility
 from scaledot.rows import EXP_ZERO, RowState, RowStats, finish, merge
 
@@ -132,8 +132,10 @@ def sweep(
     seen: Visibility,
     terms: Terms,
     factors: Sequence[float],
-) -> list[RowStats]:
-    """Row statistics at scale·factor for each factor, over one QKᵀ."""
+    value: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
+) -> tuple[list[RowStats], Float[Tensor, "batch heads queries value_dim"] | None]:
+    """(rows at scale·factor for each factor, over one QKᵀ; softmax(…)·value at the scale)."""
+    out = None if value is None else output(query, key, value, seen, terms)
     dtype = _accumulator(query)
     batch, _, queries, _ = query.shape
     kv_heads, group = key.shape[1], _group(query, key)
@@ -166,7 +168,7 @@ def sweep(
         flat = RowState(**{name: getattr(total, name)[i].flatten(1, 2) for name in names})
         own = None if sinks is None else sinks.expand_as(flat.top)
         result.append(finish(flat, own, "tiled")[0])
-    return result
+    return result, out
 
 
 def backward(
@@ -184,6 +186,7 @@ def backward(
     d_lse: Float[Tensor, "batch heads queries"] | None,
     d_entropy: Float[Tensor, "batch heads queries"] | None,
     bias_gradient: bool,
+    rows: bool = False,
 ) -> Gradients:
     """Exact gradients from (top, log_mass), with those of lse and entropy folded in.
 
@@ -199,18 +202,11 @@ def backward(
         d_bias = torch.zeros_like(seen.bias, dtype=dtype)
 
     d_out = torch.zeros_like(out) if d_out is None else d_out.to(dtype)
-    delta = (d_out * out).sum(-1)
-    zero = torch.zeros_like(delta)
-    d_lse = zero if d_lse is None else torch.where(counted, d_lse.to(dtype), 0.0)
-    d_entropy = zero if d_entropy is None else torch.where(counted, d_entropy.to(dtype), 0.0)
-    # dS = p·(dP − level − dH·ln p)
-    level = delta - d_lse + torch.where(counted, d_entropy * entropy, 0.0)
+    folded = fold(terms, top, log_mass, entropy, counted, out, d_out, d_lse, d_entropy)
+    d_entropy = torch.zeros_like(top) if folded.d_entropy is None else folded.d_entropy
+    constants = row_constants(folded, log_mass, d_out) if rows else None
+    sums = top.new_zeros(len(SUMS), *top.shape) if rows else None
     top = torch.where(top == float("-inf"), 0.0, top)
-    d_sinks = None
-    if terms.sinks is not None:
-        log_p = terms.sinks.to(dtype)[:, None] - top - log_mass
-        d_rows = log_p.exp() * (-level - d_entropy * log_p.clamp(min=EXP_ZERO))
-        d_sinks = torch.where(counted, d_rows, 0.0).sum((0, 2))
     # Only where an input holds NaN or inf must 0·NaN be kept out of the products.
     careful = not all(bool(x.isfinite().all()) for x in (query, key, value, d_out))
 
@@ -222,7 +218,7 @@ def backward(
         g = _rows(d_out, tile, group, dtype)
         row_top, row_mass, row_level, row_entropy, row_counted = (
             x[tile.batch, heads, q0:q1].unflatten(1, (-1, group))[..., None]
-            for x in (top, log_mass, level, d_entropy, counted)
+            for x in (top, log_mass, folded.level, d_entropy, counted)
         )
         wrong_rows = (~g.isfinite()).any(-1, keepdim=True) if careful else None
         q_safe, g_safe = (_safe(q), _safe(g)) if careful else (q, g)
@@ -253,6 +249,9 @@ def backward(
                 kept = _kept(p, terms, number)
                 dropped, d_p = p * kept, d_p * kept
             d_value[at] += _fold(dropped).mT @ _fold(g_safe)
+            if sums is not None and constants is not None:
+                at_rows = (slice(None), tile.batch, heads, slice(q0, q1))
+                _add_sums(sums[at_rows], constants[at_rows], p, d_p, hidden, group)
             d_s = p * (d_p - row_level - row_entropy * log_p)
             if hidden is not None:
                 d_s = d_s.masked_fill(hidden, 0.0)
@@ -264,7 +263,36 @@ def backward(
                     d_s = d_s.masked_fill(hidden, 0.0)
             d_query[where] += _times(d_s, _safe(k) if careful else k)
             d_key[at] += _fold(d_s).mT @ _fold(q_safe)
-    return Gradients(d_query.flatten(1, 2) * terms.scale, d_key, d_value, d_bias, d_sinks)
+    passed = None
+    if sums is not None and constants is not None:
+        passed = row_gradients(sums, constants, folded, log_mass, counted)
+    d_query = d_query.flatten(1, 2) * terms.scale
+    return Gradients(d_query, d_key, d_value, d_bias, folded.d_sinks, passed)
+
+
+def _add_sums(
+    sums: Tensor, constants: Tensor, p: Tensor, d_p: Tensor, hidden: Tensor | None, group: int
+) -> None:
+    """Join a block's part to `SUMS` of its rows, in place."""
+    unit, delta, lift, limit = constants.unflatten(2, (-1, group))[..., None].unbind()
+    t = d_p * unit - delta
+    own = torch.full_like(unit[..., 0], t.shape[-1])
+    if hidden is not None:
+        t = t.masked_fill(hidden, 0.0)
+        own = (~hidden).expand_as(t).sum(-1).to(t.dtype)
+    own_mean = t.sum(-1) / own.clamp(min=1)
+    apart = t - own_mean[..., None]
+    if hidden is not None:
+        apart = apart.masked_fill(hidden, 0.0)
+    x = (p * lift).masked_fill(p > limit, 0.0) * t
+    number, mean, spread, total, squares, moment = sums.unflatten(2, (-1, group)).unbind()
+    gap, weight = own_mean - mean, own / (number + own).clamp(min=1)
+    spread += apart.square().sum(-1) + gap.square() * number * weight
+    mean += gap * weight
+    number += own
+    total += x.sum(-1)
+    squares += x.square().sum(-1)
+    moment += (x * t).sum(-1)
 
 
 def _scores(q: Tensor, k: Tensor, seen: Visibility, at: tuple[int, int, int, int], group: int,
