@@ -342,6 +342,18 @@ BATCH = {
 }
 
 
+def assert_same_masks(seen, want):
+    """Symbols or tensors, a mask shows the same: no later key and no padding."""
+    for path, facts in want.masks.items():
+        graph = seen.masks[path]
+        assert graph.causal is facts.causal is True
+        for name in ("rows", "visible_min", "visible_max"):
+            assert getattr(graph, name).tolist() == getattr(facts, name).tolist()
+        for name in ("later", "padding"):
+            assert getattr(graph, name).pairs.tolist() == [0] * 4
+        assert graph.padded == facts.padded > 0
+
+
 @pytest.mark.parametrize("way", WAYS[:2])
 def test_a_compiled_transformers_model_is_observed_as_it_was_before(way):
     model, real = llama(), BATCH["attention_mask"].bool()
@@ -353,6 +365,7 @@ def test_a_compiled_transformers_model_is_observed_as_it_was_before(way):
         with observe(run) as seen:
             torch.testing.assert_close(run(**BATCH).logits[real], out[real])
         assert_same_statistics(seen, want)
+        assert_same_masks(seen, want)
         assert seen.heads["model.layers.1.self_attn"].counts["rows"].tolist() == [15] * 4
         torch.testing.assert_close(run(**BATCH).logits, plain)
 
@@ -372,9 +385,50 @@ def test_a_graph_of_more_than_the_model_is_seen_where_the_model_says_where_to_lo
         with observe(model) as seen:
             step(BATCH)
             step(BATCH)
+    assert_same_masks(seen, want)
     assert {p: call.calls for p, call in seen.calls.items()} == dict.fromkeys(want.heads, 2)
 
     layer, x = Layer(), torch.randn(1, 5, 8)
     whole = torch.compile(lambda x: layer(x) + 1, backend="eager")
     with pytest.raises(ScaledotError, match="compile the model itself"), observe(layer):
         whole(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["torch", "transformers"])
+def test_what_is_compiled_runs_uncompiled_where_gradients_are_observed(way, kind):
+    model = Model() if kind == "torch" else llama()
+    arguments = {"x": torch.randn(3, 9, 8)} if kind == "torch" else BATCH
+
+    def step(module):
+        out = module(**arguments)
+        (out if kind == "torch" else out.logits).square().sum().backward()
+
+    with observe(model, gradients=True) as want:
+        step(model)
+    run = compiled(model, way, backend="aot_eager")
+    with observe(run) as seen:
+        step(run)
+    assert not any("transmission" in stats.measures for stats in seen.heads.values())
+    whole = torch.compile(lambda: step(run), backend="aot_eager")
+    with observe(run, gradients=True) as seen:
+        step(run)
+        whole()
+    assert list(seen.heads) == list(want.heads)
+    for path, stats in want.heads.items():
+        for name in ("transmission", "gradient_norm"):
+            one, other = seen.heads[path].measures[name], stats.measures[name]
+            assert one.count.equal(2 * other.count)
+            torch.testing.assert_close(one.mean, other.mean, rtol=1e-4, atol=0)
+
+
+def test_a_graph_that_runs_all_the_same_says_that_it_is_not_seen():
+    model = llama()
+    run = torch.compile(model, backend="aot_eager")
+    with observe(model, gradients=True):
+        model(**BATCH)
+        with (
+            torch.compiler.set_stance("default"),
+            pytest.raises(ScaledotError, match="no gradients are seen"),
+        ):
+            run(**BATCH)

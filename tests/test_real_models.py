@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import scaledot
+from scaledot import roles
 from scaledot.observation import TOLERANCE
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -100,6 +101,8 @@ FRANCE = "The capital of France is"
 CAFE = "私は東京でリンゴを食べました。"
 ESTER = "CC(=O)Cl.CCO>>CC(=O)OCC"
 
+RUTH = Path(scaledot.__file__).parent / "sample" / "text.txt"
+
 SMILES = re.compile(r"Cl|Br|\[[^\]]+\]|>>|[BCNOPSFIbcnops]|[()=#.+\-/\\%\d~*$@:]")
 
 
@@ -127,6 +130,30 @@ def table(seen: scaledot.Observation) -> list[float]:
 
 def mean(stats: scaledot.HeadStats, name: str, head: int) -> float:
     return float(stats.measures[name].average[head])
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a model's heads do on some ids: their statistics with every measure of roles."""
+    plain = roles.positions
+
+    def of(model: Any, ids: torch.Tensor, delimiters: torch.Tensor | None = None) -> Any:
+        def whole(problem: Any, seen: Any, rows: Any, *, self_attention: bool) -> Any:
+            more = roles.roles(problem, seen, rows, self_attention=self_attention, tokens=ids,
+                               delimiters=delimiters)  # fmt: skip
+            return plain(problem, seen, rows, self_attention=self_attention) | more
+
+        monkeypatch.setattr(roles, "positions", whole)
+        with torch.no_grad(), scaledot.observe(model) as seen:
+            model(input_ids=ids)
+        monkeypatch.setattr(roles, "positions", plain)
+        return list(seen.heads.values())
+
+    return of
+
+
+def names(stats: scaledot.HeadStats, head: int) -> list[str]:
+    return [role.name for role in roles.roles_of(stats)[head]]
 
 
 @torch.no_grad()
@@ -243,3 +270,51 @@ def test_unidic_heads_read_the_neighbours(unidic: tuple[Any, dict[str, int]]) ->
     for stats in seen.heads.values():
         assert 0.635 <= mean(stats, "previous", 2) <= 0.795
         assert 0.575 <= mean(stats, "next", 1) <= 0.725
+
+
+def test_minilm_heads_are_called_what_they_do(minilm: tuple[Any, Any], called: Any) -> None:
+    model, tokenizer = minilm
+    delimiters = roles.delimiters(tokenizer)
+    assert {tokenizer.convert_tokens_to_ids(x) for x in ("[CLS]", "[SEP]", ".", ",", "。")} <= set(
+        delimiters.tolist()
+    )
+    stats = called(model, tokenizer(ANIMAL, return_tensors="pt").input_ids, delimiters)
+    assert names(stats[0], 2) == ["previous"]
+    assert names(stats[1], 8) == ["next"]
+    # BERT's habit: somewhere it rests on [CLS], [SEP] and full stops (Clark et al., section 3.2).
+    resting = [head for s in stats for head in roles.roles_of(s)]
+    assert any(role.name == "delimiter" and role.mass > 0.7 for head in resting for role in head)
+
+
+def test_unidic_heads_are_called_after_their_neighbours(
+    unidic: tuple[Any, dict[str, int]], called: Any
+) -> None:
+    model, chars = unidic
+    for stats in called(model, torch.tensor([[chars[c] for c in CAFE]])):
+        assert names(stats, 2) == ["previous"]
+        assert names(stats, 1) == ["next"]
+
+
+def test_smollm2_has_previous_token_and_induction_heads(
+    smollm2: tuple[Any, Any], called: Any
+) -> None:
+    model, tokenizer = smollm2
+    mary = called(model, tokenizer(MARY, return_tensors="pt").input_ids)
+    assert names(mary[16], 0) == ["previous"]
+    assert names(mary[1], 2) == []  # .66 of 13 rows may be chance
+    ids = tokenizer(RUTH.read_text(encoding="utf-8"), return_tensors="pt").input_ids[:, :512]
+    ruth = called(model, ids, roles.delimiters(tokenizer))
+    for layer, head in ((1, 2), (11, 1)):
+        assert names(ruth[layer], head) == ["previous"]
+    vocabulary = roles.vocabulary(tokenizer)
+    assert len(vocabulary) > 20_000
+    ids = roles.repeated(vocabulary, length=32, seed=0)
+    found = [roles.prefix_matching(stats) for stats in called(model, ids)]
+    score = torch.stack([x for x, _ in found])
+    assert float(torch.stack([x for _, x in found]).max()) < 0.03
+    assert divmod(int(score.argmax()), 9) == (18, 6)
+    assert float(score.max()) > 0.9
+    assert {divmod(int(i), 9) for i in score.flatten().topk(4).indices} == {
+        (18, 6), (17, 3), (17, 4), (17, 5)
+    }  # fmt: skip
+    assert float(score.median()) < 0.03

@@ -15,6 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+import scaledot
+from scaledot import roles
+
 transformers = pytest.importorskip("transformers")
 
 FOLDER = Path(str(resources.files("scaledot") / "sample"))
@@ -283,3 +286,29 @@ def test_training_script_runs_on_any_text_and_repeats_itself(tmp_path):
     weights = [(tmp_path / out / "model.safetensors").read_bytes() for out in "ab"]
     assert weights[0] == weights[1]
     assert json.loads((tmp_path / "a" / "training.json").read_text())["steps"] == 2
+
+
+def test_heads_are_called_what_the_log_says(model, tokenizer, log, monkeypatch):
+    """scaledot's names on passages said four times agree with the log's, measured with eager."""
+    ids = roles.repeated(roles.vocabulary(tokenizer), length=64, times=4, seed=0)
+    plain = roles.positions
+    monkeypatch.setattr(
+        roles, "positions",
+        lambda *of, **which: plain(*of, **which) | roles.roles(*of, **which, tokens=ids),
+    )  # fmt: skip
+    with torch.no_grad(), scaledot.observe(model) as seen:
+        model(ids)
+    found = [roles.roles_of(stats) for stats in seen.heads.values()]
+    scores = torch.stack([roles.prefix_matching(stats)[0] for stats in seen.heads.values()])
+    assert float(roles.prefix_matching(next(iter(seen.heads.values())))[1].max()) < 0.02
+    assert [role.name for role in found[0][1]] == ["previous"]
+    logged = {(h["layer"], h["head"]): h for h in log["heads"]}
+    induction = {at for at, h in logged.items() if h["role"] == "induction"}
+    assert len(induction) == 5
+    strongest = {divmod(int(i), 4) for i in scores.flatten().topk(5).indices}
+    assert strongest == induction
+    others = [float(scores[at]) for at in logged if at not in induction]
+    assert min(float(scores[at]) for at in induction) > 0.35
+    assert max(others) < 0.05
+    for at in ((1, 3), (2, 1), (3, 0), (3, 3)):
+        assert "induction" in [role.name for role in found[at[0]][at[1]]]

@@ -7,17 +7,18 @@ up by heads, without padding; `describe` says how the module was called.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from scaledot import roles
+from scaledot import moments, operators, precision, reference, roles, spread, whatif
 from scaledot.checks import Problem
 from scaledot.heads import HeadStats
+from scaledot.kernels import Terms
 from scaledot.masks import Visibility
 from scaledot.rows import RowStats
 
@@ -55,11 +56,32 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
+class Features:
+    """Features of keys whose attention-weighted means are wanted, by name; middle is the common
+    value that "squares" are about."""
+
+    names: tuple[str, ...]
+    columns: Float[Tensor, "batch kv_heads keys c"]
+    middle: Float[Tensor, "batch kv_heads 1 value_dim"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Ridden:
+    """What rode along in an attention's pass: rows by octave of the scale, means of features."""
+
+    octaves: Mapping[int, RowStats]
+    features: Features
+    means: Float[Tensor, "batch heads queries c"]
+
+
+@dataclass(frozen=True, eq=False)
 class Attended:
     """One attention as it was computed: the inputs, what each query could see, the row statistics.
 
     uniform: an empty row weighs every key equally, as softmax over finfo.min does, and not 0.
-    earlier: keys of the text that the cache has dropped.
+    earlier: keys of the text that the cache has dropped. output: softmax(…)·V without dropout and
+    before any rounding to a smaller dtype, (batch, heads, queries, value_dim), where it is at hand.
+    ridden: what its pass over q and k has found besides.
     """
 
     problem: Problem
@@ -67,6 +89,8 @@ class Attended:
     rows: RowStats
     uniform: bool = False
     earlier: int = 0
+    output: Tensor | None = None
+    ridden: Ridden | None = None
 
     @property
     def bytes(self) -> int:
@@ -88,7 +112,7 @@ class Attended:
             value=None if p.value is None else own(p.value),
             sinks=None if p.sinks is None else own(p.sinks),
         )
-        return replace(self, problem=p, rows=self.rows.map(Tensor.detach))
+        return replace(self, problem=p, rows=self.rows.map(Tensor.detach), output=None, ridden=None)
 
 
 def weights(
@@ -144,7 +168,13 @@ def _empty_weights(
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """A module that is running, and what its arguments say."""
+    """A module that is running, and what its arguments say.
+
+    stops: it reads a text, so what modules around it were given is about another one, or no more.
+    own_mask: it was given an attention mask of more axes than (batch, length).
+    tokens: the ids of that text. documents: a number for each document of a packed batch, None
+    where there is one a row or nothing says so. Inside a graph of torch.compile both are None.
+    """
 
     path: str
     module: nn.Module
@@ -153,6 +183,34 @@ class Frame:
     query_mask: Bool[Tensor, "batch length"] | None
     length: int
     wants_weights: bool
+    tokens: Int[Tensor, "batch tokens"] | None = None
+    documents: Int[Tensor, "rows positions"] | None = None
+    own_mask: bool = False
+
+
+def reading(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost module that reads the text a call is about, the one around it instead where
+    only that was given the tokens; None where none reads a text."""
+    found: Frame | None = None
+    for frame in reversed(frames):
+        if not frame.stops:
+            continue
+        if found is None:
+            found = frame
+        elif frame.length != found.length or _two_texts(frame.module):
+            break  # it reads another text
+        if found.tokens is None and frame.tokens is not None:
+            found = replace(found, tokens=frame.tokens)
+        if found.documents is None and frame.documents is not None:
+            found = replace(found, documents=frame.documents)
+        if found.query_mask is None and frame.query_mask is not None:
+            found = replace(found, query_mask=frame.query_mask)
+    return found
+
+
+def _two_texts(module: nn.Module) -> bool:
+    """Whether a module reads two texts, an encoder's and a decoder's."""
+    return getattr(getattr(module, "config", None), "is_encoder_decoder", False) is True
 
 
 @dataclass(frozen=True)
@@ -167,18 +225,35 @@ class Where:
 def four_axes(attended: Attended) -> Attended:
     """Row statistics as (batch, heads, queries), whatever batch axes the caller had."""
     shape = attended.problem.query.shape[:3]
-    return replace(attended, rows=attended.rows.map(lambda x: x.reshape(shape)))
+    output = attended.output
+    if output is not None:
+        output = output.detach().reshape(*shape, output.shape[-1])
+    return replace(attended, rows=attended.rows.map(lambda x: x.reshape(shape)), output=output)
 
 
-def statistics(attended: Attended, frames: Sequence[Frame], *, self_attention: bool) -> HeadStats:
-    """Head statistics of one call: rows, and what needs the keys themselves, in O(n·d)."""
+def statistics(
+    attended: Attended,
+    frames: Sequence[Frame],
+    *,
+    self_attention: bool,
+    full: bool = False,
+    delimiters: Int[Tensor, " ids"] | None = None,
+) -> HeadStats:
+    """Head statistics of one call: rows, and what needs the keys themselves, in O(n·d); with `full`
+    also what needs further passes over them."""
     p, seen, rows = attended.problem, attended.seen, attended.rows
     unmasked = _unmasked_keys(seen)
     seen_keys = _seen_keys(seen, unmasked)
+    real = _real(attended, unmasked, frames, self_attention)
     extra = roles.positions(p, seen, rows, self_attention=self_attention)
     if attended.earlier:
         _forget_first(extra, seen)
     extra["query_norm"] = _norm(p.query)
+    extra |= moments.row_budget(p, seen, rows, real=real)
+    extra |= precision.storage(p, seen, rows)
+    extra |= reference.excess(p, rows)
+    if full:
+        extra |= _further(attended, frames, self_attention, delimiters)
     key_norm = _norm(p.key)
     if seen_keys is not None:
         key_norm = key_norm.masked_fill(~seen_keys[:, None], float("nan"))
@@ -187,10 +262,105 @@ def statistics(attended: Attended, frames: Sequence[Frame], *, self_attention: b
         scale=p.scale,
         d_k=p.query.shape[3],
         kv_heads=p.key.shape[1],
-        real=_real(attended, unmasked, frames, self_attention),
+        real=real,
         extra=extra,
         key_norm=key_norm,
     )
+
+
+def real_queries(
+    attended: Attended, frames: Sequence[Frame], *, self_attention: bool
+) -> Bool[Tensor, "batch queries"] | None:
+    """False for queries that are padding, as `statistics` leaves them out; None for none."""
+    return _real(attended, _unmasked_keys(attended.seen), frames, self_attention)
+
+
+def ride(
+    problem: Problem, seen: Visibility, features: Features, kernel: str
+) -> tuple[Tensor, RowStats, Ridden]:
+    """(output, row statistics, what rode along) of an attention, in one pass of `kernel`.
+
+    The output is the same to the bit as without the features and octaves.
+    """
+    assert problem.value is not None  # it is attended
+    width = problem.value.shape[3]
+    octaves = [e for e in whatif.exponents(problem.query.shape[3], problem.scale) if e >= 0]
+    swept, both = operators.implementation(kernel).sweep(
+        problem.query, problem.key, seen, Terms(problem.scale, None, problem.sinks, 0.0, 0),
+        [2.0**e for e in octaves], torch.cat([problem.value, features.columns], -1),
+    )  # fmt: skip
+    assert both is not None  # values were given
+    ridden = Ridden(dict(zip(octaves, swept, strict=True)), features, both[..., width:])
+    return both[..., :width], swept[0], ridden
+
+
+def features_of(
+    problem: Problem, seen: Visibility, frames: Sequence[Frame], delimiters: Tensor | None
+) -> Features | None:
+    """The features of a call's keys, None for none: how far values lie from their mean, and which
+    keys are delimiters."""
+    columns: dict[str, Tensor] = {}
+    middle = None
+    if problem.value is not None:
+        middle = spread.centre(problem, seen)
+        columns["squares"] = spread.squares(problem, middle)
+    text = reading(frames)
+    keys = problem.key.shape[2]
+    tokens = None if text is None else text.tokens
+    themselves = tokens is not None and problem.query.shape[2] == keys == tokens.shape[1]
+    if delimiters is not None and tokens is not None and themselves:
+        columns["delimiter"] = roles.marked(tokens, delimiters)
+    if not columns:
+        return None
+    shape = (*problem.key.shape[:3], len(columns))
+    stacked = torch.empty(shape, dtype=_accumulated(problem.key), device=problem.key.device)
+    for place, column in enumerate(columns.values()):
+        stacked[..., place] = column
+    return Features(tuple(columns), stacked, middle)
+
+
+def _accumulated(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _further(
+    attended: Attended, frames: Sequence[Frame], self_attention: bool, delimiters: Tensor | None
+) -> dict[str, Tensor]:
+    """What takes passes of its own: other scales, roles by token and distance, the spread of the
+    attended values."""
+    p, seen, rows, ridden = attended.problem, attended.seen, attended.rows, attended.ridden
+    features = features_of(p, seen, frames, delimiters) if ridden is None else ridden.features
+    means: dict[str, Tensor] = {}
+    if ridden is not None:
+        swept = whatif.sweep_from(p, seen, rows, ridden.octaves)
+        means = dict(zip(ridden.features.names, ridden.means.unbind(-1), strict=True))
+    elif features is not None:
+        swept, weighed = whatif.sweep_and_weigh(p, seen, rows, features.columns)
+        means = dict(zip(features.names, weighed.unbind(-1), strict=True))
+    else:
+        swept = whatif.sweep(p, seen, rows)
+    text = reading(frames)
+    found = roles.roles(
+        p, seen, rows, self_attention=self_attention,
+        tokens=None if text is None else text.tokens, delimiters=delimiters,
+        delimiter_mass=means.get("delimiter"),
+    )  # fmt: skip
+    if features is not None and features.middle is not None:
+        second = means["squares"]
+        output = _exact_output(attended)
+        found |= spread.value_spread(p, seen, rows, output, second, features.middle)
+    return found | swept
+
+
+def _exact_output(attended: Attended) -> Tensor:
+    """softmax(…)·V without dropout, in float32 or better."""
+    p = attended.problem
+    if attended.output is not None:
+        return attended.output
+    assert p.value is not None  # asked for
+    terms = Terms(p.scale, p.softcap, p.sinks, 0.0, 0)
+    run = operators.implementation(attended.rows.kernel).forward
+    return run(p.query, p.key, p.value, attended.seen, terms, statistics=False)[0]
 
 
 def _forget_first(extra: dict[str, Tensor], seen: Visibility) -> None:
@@ -209,13 +379,7 @@ def _norm(x: Tensor) -> Tensor:
 
 def _unmasked_keys(seen: Visibility) -> Bool[Tensor, "b keys"] | None:
     """Keys that the padding mask shows, or else the tensor mask to some query; None for all."""
-    result = seen.keep
-    if result is None:
-        for visible in (seen.allowed, None if seen.bias is None else seen.bias > seen.floor):
-            if visible is not None:
-                part = visible.any(2).any(1).expand(-1, seen.shape[3])
-                result = part if result is None else result & part
-    return result
+    return seen.shown_to_any() if seen.keep is None else seen.keep
 
 
 def _seen_keys(seen: Visibility, unmasked: Tensor | None) -> Bool[Tensor, "b keys"] | None:

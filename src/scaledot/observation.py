@@ -18,33 +18,42 @@ from __future__ import annotations
 import inspect
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from scaledot import checks, heads, stages
+from scaledot import checks, heads, mask_check, stages
 from scaledot.calls import (
     Attended,
     Call,
     Frame,
+    Ridden,
     Where,
     describe,
+    features_of,
     four_axes,
     kind_of,
     lengthen,
+    real_queries,
+    ride,
     statistics,
     weights,
 )
 from scaledot.checks import Problem, ScaledotError
-from scaledot.dispatch import attention, autocast_inputs
+from scaledot.dispatch import attention, autocast_inputs, pick, watched
 from scaledot.heads import HeadStats
+from scaledot.kernels import Gradients
+from scaledot.mask_check import MaskFacts
 from scaledot.masks import Mask, Visibility, resolve
+from scaledot.received import received_by
 from scaledot.rows import RowStats
 from scaledot.stages import Trace
 
@@ -55,6 +64,12 @@ TOLERANCE = 8
 its dtype for each attention call, times the largest output. One attention of ours and one of
 torch's are each within 4 eps of the exact one (dispatch.error_bound), and a residual stream adds
 up the calls; the largest seen over tests/test_families.py is 1.6 a call."""
+
+_OTHER_INPUTS = ("pixel_values", "input_features", "input_values")
+"""A module that takes one of these reads no text, even inside one that does."""
+
+LARGE = 8 << 20
+"""Bytes of query, key and value from which a call's freed memory is handed back at once."""
 
 _ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
 
@@ -94,33 +109,137 @@ def attend(
             self_attention=self_attention, appended=appended, earlier=earlier,
             empty_value=empty_value, want_weights=want_weights,
         )  # fmt: skip
-    lookers = [] if _recomputing() else [
+    lookers = [
         (seen, where) for seen in tuple(_LOOKING) if (where := seen._locate(module)) is not None
-    ]  # fmt: skip
+    ]
+    places: list[_Place] = []
+    if _recomputing():
+        # Its rows were counted. If the first forward had no graph, this one has the backward,
+        # unless it is inside one more checkpoint.
+        if torch.is_grad_enabled():
+            recalled = (seen._recall(where.path) for seen, where in lookers)
+            places = [place for place in recalled if place is not None]
+        lookers = []
     look = bool(lookers) or want_weights
+    watch = None
+    if torch.is_grad_enabled() and (places or any(seen._gradients for seen, _ in lookers)):
+        watch = partial(_receive, places)
     query, key, value = autocast_inputs(query, key, value)
-    if not look and empty_value is None:
+    if not look and watch is None and empty_value is None:
         out = attention(
             query, key, value, mask, dropout_p, is_causal, scale, enable_gqa,
             softcap=softcap, sinks=sinks,
         )  # fmt: skip
         return out, None
-    out, rows = attention(
-        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa,
-        softcap=softcap, sinks=sinks, return_stats=True,
-    )  # fmt: skip
+    ridden, along = None, None
+    if watch is None and not dropout_p and empty_value is None and enable_gqa:
+        ridden = _ridden(
+            lookers, query, key, value, mask, is_causal, scale, softcap, sinks, appended
+        )
+    if ridden is not None:
+        problem, visible, out, rows, along = ridden
+    elif watch is None:
+        out, rows = attention(
+            query, key, value, mask, dropout_p, is_causal, scale, enable_gqa,
+            softcap=softcap, sinks=sinks, return_stats=True,
+        )  # fmt: skip
+    else:
+        out, rows = watched(
+            watch, query, key, value, mask, dropout_p, is_causal, scale, enable_gqa,
+            softcap=softcap, sinks=sinks,
+        )  # fmt: skip
     if empty_value is not None:
         out = _fill_empty(out, rows, empty_value)
     if not look:
         return out, None
+    if ridden is None:
+        problem, visible = understood(
+            query, key, value, mask, is_causal, scale, softcap, sinks, appended
+        )
+    exact = out.dtype.itemsize >= 4 and not dropout_p and empty_value is None
+    attended = Attended(
+        problem, visible, rows, empty_value is not None, earlier, out if exact else None, along
+    )
+    # What an observation computes is none of the model's own: no route needs to look at it.
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        for seen, where in lookers:
+            place = seen._record(where, attended, window, self_attention)
+            if place is None:
+                continue
+            if watch is not None:
+                places.append(place)
+            elif seen._running.training:
+                seen._postpone(place)
+        if lookers and attended.bytes > LARGE:
+            _give_back()
+    return out, attended
+
+
+@cache
+def _trim() -> Callable[[int], int] | None:
+    """glibc's malloc_trim, None with another allocator."""
+    import ctypes
+
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+def _give_back() -> None:
+    """Hand free memory back: what an observation keeps, a little from each call, lies between the
+    large pieces that the call has freed, and glibc would make the heap longer for the next one."""
+    if (trim := _trim()) is not None:
+        trim(0)
+
+
+def _receive(places: Sequence[_Place], gradients: Gradients) -> None:
+    """Give what a backward passed on to the observations that saw its forward."""
+    assert gradients.rows is not None  # `watched` asked for them
+    norm = torch.linalg.vector_norm(gradients.query, dim=-1)
+    rows = {
+        "transmission": gradients.rows.transmission,
+        # Of the rows that enter any measure: not of empty ones, nor of those that hold a NaN.
+        "gradient_norm": norm.masked_fill(gradients.rows.norm.isnan(), float("nan")),
+    }
+    for place in places:
+        place.seen._add(place.key, rows, place.real)
+
+
+def _ridden(
+    lookers: Sequence[tuple[Observation, Where]], query: Tensor, key: Tensor, value: Tensor,
+    mask: Mask | Tensor | None, is_causal: bool | str, scale: float | None, softcap: float | None,
+    sinks: Tensor | None, appended: int,
+) -> tuple[Problem, Visibility, Tensor, RowStats, Ridden] | None:  # fmt: skip
+    """The attention in one pass with what a full observation asks of it; None where it takes more.
+
+    Where octaves of the scale share no exponential, in other dtypes than float32 and where a
+    gradient is wanted, they have passes of their own afterwards.
+    """
+    full = [(seen, where) for seen, where in lookers if seen._full]
+    inputs = (query, key, value, sinks)
+    if (
+        len(full) != 1
+        or softcap is not None
+        or any(x is not None and x.dtype != torch.float32 for x in inputs)
+        or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs))
+        or pick("auto", query, 0.0) != "native"
+    ):
+        return None
     problem, visible = understood(
         query, key, value, mask, is_causal, scale, softcap, sinks, appended
     )
-    attended = Attended(problem, visible, rows, empty_value is not None, earlier)
-    with torch.no_grad():
-        for seen, where in lookers:
-            seen._record(where, attended, window, self_attention)
-    return out, attended
+    seen, where = full[0]
+    if visible.bias is not None:
+        return None
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        features = features_of(problem, visible, where.frames, seen._delimiters)
+        if features is None:
+            return None
+        out, rows, ridden = ride(problem, visible, features, "native")
+    if not problem.plain:
+        out, rows = problem.restore(out), rows.map(problem.restore)
+    return problem, visible, out, rows, ridden
 
 
 def _attend_in_a_graph(
@@ -175,6 +294,11 @@ def record(
     with torch.no_grad():
         for seen in tuple(_LOOKING):
             if (where := seen._locate(module)) is not None:
+                if seen._gradients:
+                    raise ScaledotError(
+                        f"{where.path} runs inside a graph, where no gradients are seen: "
+                        'leave torch.compiler\'s stance at "force_eager"'
+                    )
                 if module is not None:
                     frames = (*where.frames, *inside(where.path, where.module))
                     where = replace(where, frames=frames)
@@ -203,11 +327,25 @@ _LOOKING: list[Observation] = []
 """Observations whose context is open, outermost first."""
 
 
+_WAITING = 1024
+"""Forwards of a module that wait for their backward under reentrant checkpointing, at most: what a
+model runs under no_grad inside a training forward waits for ever."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where the gradients of a call belong: an observation's key, and which queries are real."""
+
+    seen: Observation
+    key: tuple[str, int]
+    real: Bool[Tensor, "batch queries"] | None
+
+
 class Observation:
     """What `observe` saw, readable at any time, also after its context has ended.
 
-    heads: {path: HeadStats} in call order. calls: {path: Call}, the same keys. A module called
-    several times in one forward has a path for each, `path[0]`, `path[1]` …
+    heads: {path: HeadStats} in call order. calls: {path: Call}, masks: {path: MaskFacts}, the same
+    keys. A module called several times in one forward has a path for each, `path[0]`, `path[1]` …
     """
 
     def __init__(
@@ -218,6 +356,9 @@ class Observation:
         layers: Sequence[str | int] | None = None,
         last: int | None = None,
         keep_bytes: int = 2 * GIB,
+        full: bool = False,
+        delimiters: Tensor | None = None,
+        gradients: bool = False,
     ) -> None:
         inner = _uncompiled(model)
         self._paths = {
@@ -226,8 +367,13 @@ class Observation:
             if not _is_wrapper(m)
         }
         self._keep, self._layers, self._last, self._keep_bytes = keep, layers, last, keep_bytes
+        self._full, self._delimiters = full, delimiters
+        self._gradients = gradients
+        self._checkpointed: dict[str, deque[_Place]] = {}
+        self._segment: tuple[Any, set[str]] = (None, set())
         self._stats: dict[tuple[str, int], HeadStats] = {}
         self._calls: dict[tuple[str, int], Call] = {}
+        self._masks: dict[tuple[str, int], MaskFacts] = {}
         self._kept: dict[tuple[str, int], list[Attended]] = {}
         self._running = threading.local()
         self._lock = threading.Lock()
@@ -248,6 +394,11 @@ class Observation:
             self._name(k): replace(call, index=k[1] if k[0] in repeated else None)
             for k, call in self._calls.items()
         }
+
+    @property
+    def masks(self) -> dict[str, MaskFacts]:
+        """What each one's masks showed, by module path, in call order."""
+        return {self._name(k): facts for k, facts in self._masks.items()}
 
     @property
     def unobserved(self) -> tuple[str, ...]:
@@ -314,6 +465,26 @@ class Observation:
             scale=p.scale, softcap=p.softcap, sinks=None if p.sinks is None else p.sinks[h],
         )  # fmt: skip
 
+    def received(
+        self, path: str | int, *, batch: int = 0, call: int = -1
+    ) -> Float[Tensor, "heads keys"]:
+        """How much attention each key of a kept call received, Σ over its queries, for every head.
+
+        As `scaledot.attention_received`, by one more pass over the query and key that were kept.
+        Padded queries count too. path, batch, call, Raises: as `weights`.
+
+        >>> layer = nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> with observe(layer, keep="qk") as seen:
+        ...     _ = layer(torch.randn(1, 5, 16))
+        >>> seen.received("self_attn").sum(-1)
+        tensor([5.0000, 5.0000])
+        """
+        attended = self._find(path, call)
+        self._head(attended, path, batch, 0)
+        p = attended.problem
+        found = received_by(p, attended.seen, attended.rows.lse, attended.rows.kernel, None)
+        return found[batch]
+
     def summary(self) -> None:
         """Print a table of every head."""
         from scaledot import terminal
@@ -369,6 +540,7 @@ class Observation:
     def _frames(self) -> list[Frame]:
         if not hasattr(self._running, "frames"):
             self._running.frames, self._running.counts = [], {}
+            self._running.training = False
         return self._running.frames
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -382,6 +554,7 @@ class Observation:
             self._running.route.__enter__()
             if not _recomputing():
                 self._running.counts = {}
+                self._running.training = torch.is_grad_enabled()
         self._ran = True
         frames.append(frame)
 
@@ -413,7 +586,7 @@ class Observation:
 
     def _record(
         self, where: Where, attended: Attended, window: int | None, self_attention: bool | None
-    ) -> None:
+    ) -> _Place | None:
         attended = four_axes(attended)
         counts = self._running.counts
         number = counts.get(where.path, 0)
@@ -422,18 +595,56 @@ class Observation:
         kind = kind_of(where, attended.seen, self_attention)
         if self._keep and self._wanted(key):
             self._store(key, attended)
-        stats = statistics(attended, where.frames, self_attention=kind == "self")
+        stats = statistics(
+            attended, where.frames, self_attention=kind == "self", full=self._full,
+            delimiters=self._delimiters,
+        )  # fmt: skip
+        masks = mask_check.facts(attended, where.frames, where.module, kind=kind, window=window)
         with self._lock:
             before = self._stats.get(key)
             if before is None:
                 self._calls[key] = describe(where, attended, kind, window)
-                self._stats[key] = stats
-                return
-            try:
-                self._stats[key] = heads.merge(before, stats)
-            except ValueError as error:
-                raise ScaledotError(f"{where.path}: {error}") from None
-            self._calls[key] = lengthen(self._calls[key], attended)
+                self._stats[key], self._masks[key] = stats, masks
+            else:
+                try:
+                    self._stats[key] = heads.merge(before, stats)
+                except ValueError as error:
+                    raise ScaledotError(f"{where.path}: {error}") from None
+                self._calls[key] = lengthen(self._calls[key], attended)
+                self._masks[key] = mask_check.merge(self._masks[key], masks)
+        if not self._gradients:
+            return None
+        real = real_queries(attended, where.frames, self_attention=kind == "self")
+        return _Place(self, key, real)
+
+    # What comes back
+
+    def _add(self, key: tuple[str, int], rows: Mapping[str, Tensor], real: Tensor | None) -> None:
+        with self._lock:
+            self._stats[key] = heads.joined(self._stats[key], rows, real)
+
+    def _postpone(self, place: _Place) -> None:
+        """Remember a forward that torch's reentrant checkpoint ran without a graph: what it runs
+        again in backward, its last segment first, has the graph and not the padding mask."""
+        with self._lock:
+            waiting = self._checkpointed.setdefault(place.key[0], deque(maxlen=_WAITING))
+            waiting.append(place)
+
+    def _recall(self, path: str) -> _Place | None:
+        """The place of a call that is run again, where only this second forward has a graph."""
+        with self._lock:
+            if not self._checkpointed.get(path):
+                return None
+            node = torch._C._current_autograd_node()
+            if self._segment[0] is not node:
+                self._segment = (node, set())
+            if path in self._segment[1]:
+                raise ScaledotError(
+                    f"{path} is called twice in one reentrant checkpoint: which backward is whose "
+                    "cannot be told; pass use_reentrant=False"
+                )
+            self._segment[1].add(path)
+            return self._checkpointed[path].pop()
 
     def _check_layer(self, layer: str | int) -> None:
         if isinstance(layer, int) and not isinstance(layer, bool):
@@ -532,7 +743,12 @@ def _parameters(module: type[nn.Module]) -> Mapping[str, int]:
 
 def _frame(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
     known = _parameters(type(module))  # type: ignore[arg-type]
-    return Frame(path, module, *said(module, args, kwargs, known))
+    about = said(module, args, kwargs, known)
+    _, stops, query_mask, *_ = about
+    tokens, documents = _text(args, kwargs, known, stops, query_mask)
+    mask = _given(args, kwargs, known, "attention_mask") if stops else None
+    own_mask = isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.dim() > 2)
+    return Frame(path, module, *about, tokens, documents, own_mask)
 
 
 def _given(
@@ -568,7 +784,59 @@ def said(
     wants = _given(args, kwargs, known, "output_attentions")
     if wants is None:
         wants = getattr(getattr(module, "config", None), "output_attentions", False)
-    return cross, reads_text, query_mask, length, wants is True
+    stops = reads_text or any(name in known for name in _OTHER_INPUTS)
+    return cross, stops, query_mask, length, wants is True
+
+
+def _text(
+    args: tuple[Any, ...], kwargs: dict[str, Any], known: Mapping[str, int], stops: bool,
+    real: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """(token ids, document numbers) that a module's arguments hold."""
+    ids = _integers(_given(args, kwargs, known, "input_ids"), 2) if stops else None
+    for name in ("cu_seq_lens_q", "cu_seqlens"):
+        if (ends := _integers(_given(args, kwargs, known, name), 1)) is not None:
+            return ids, _between(ends)
+    positions = _integers(_given(args, kwargs, known, "position_ids"), 2) if stops else None
+    return ids, None if positions is None else _restarts(positions, real)
+
+
+def _integers(x: Any, axes: int) -> Tensor | None:
+    """x where it is a tensor of integers with so many axes."""
+    if not isinstance(x, Tensor) or x.dim() != axes or x.device.type == "meta":
+        return None
+    return x.detach() if x.dtype in (torch.int64, torch.int32) else None
+
+
+def _between(ends: Tensor) -> Tensor | None:
+    """Document numbers, (1, length), from 0 and the ends of each document; None for one."""
+    if len(ends) < 3:
+        return None
+    return torch.repeat_interleave(ends.diff().clamp(min=0))[None]
+
+
+def _restarts(positions: Tensor, real: Tensor | None) -> Tensor | None:
+    """Document numbers from positions that begin again inside a row; None where none does.
+
+    A document begins where a position is smaller than the one before, or, in such a row, repeats
+    its first value: a document of one token. Between real tokens only: padding may have any
+    positions.
+    """
+    before, after = positions[:, :-1], positions[:, 1:]
+    begins = after < before
+    if real is not None and real.shape == positions.shape:
+        begins = begins & real[:, :-1] & real[:, 1:]
+    packed = begins.any(-1, keepdim=True)
+    if not bool(packed.any()):
+        return None
+    begins = begins | (packed & (after == before) & (after == positions[:, :1]))
+    return F.pad(begins.to(torch.int64), (1, 0)).cumsum(-1)
+
+
+def gradients_wanted() -> bool:
+    """Whether a module runs whose gradients an observation waits for."""
+    watching = any(seen._gradients and seen._frames for seen in tuple(_LOOKING))
+    return watching and torch.is_grad_enabled()
 
 
 def weights_wanted() -> bool:
@@ -631,6 +899,9 @@ def observe(
     layers: Sequence[str | int] | None = None,
     last: int | None = None,
     keep_bytes: int = 2 * GIB,
+    full: bool = False,
+    delimiters: Tensor | None = None,
+    gradients: bool = False,
 ) -> Iterator[Observation]:
     """Exact statistics of every attention head, of every forward of `model` inside the context.
 
@@ -645,6 +916,15 @@ def observe(
     layers: keep these only, by module path or by position in `seen.heads`.
     last: keep the last calls of each only.
     keep_bytes: what may be kept.
+    full: also measure what takes passes of its own over q and k: other scales (whatif.sweep);
+    local, delimiter, duplicate and induction mass (roles.roles); the spread of attended values. It
+    takes about the time of another attention.
+    delimiters: ids of tokens that divide the text, as `roles.delimiters(tokenizer)` gives them.
+    gradients: backward adds the row measures "transmission" (`heads.transmission_of`) and
+    "gradient_norm", ‖∂/∂q‖ of the loss as it is scaled, to the statistics of the path whose forward
+    it follows; each backward counts. What reaches a query by way of returned weights is in neither.
+    Parameters get the same gradients, bit for bit. Nothing is added where no backward comes, as
+    after a forward under no_grad or of a frozen part. What is compiled runs uncompiled meanwhile.
 
     `is_causal=True` inside the model means what it means to torch, top-left. Dropout draws other
     random numbers than unobserved. Forwards of several threads are counted, but nn.Module code
@@ -677,11 +957,18 @@ def observe(
         raise ValueError(f"last is {last}: pass at least 1 call")
     from scaledot.torch_route import slow_path
 
+    if delimiters is not None and not full:
+        raise ValueError("delimiters are measured with full=True: pass both")
     seen = Observation(
-        model, keep=keep is not None, layers=layers, last=last, keep_bytes=keep_bytes
-    )
+        model, keep=keep is not None, layers=layers, last=last, keep_bytes=keep_bytes,
+        full=full, delimiters=delimiters,
+        gradients=gradients,
+    )  # fmt: skip
     with ExitStack() as context:
         context.enter_context(_looking(seen))
+        if gradients:
+            # A graph's backward is a graph too, made with it; nothing in it hands over anything.
+            context.enter_context(torch.compiler.set_stance("force_eager"))
         context.enter_context(_hooked(model, seen))
         context.enter_context(slow_path())
         if _from_transformers(model):

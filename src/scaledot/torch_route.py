@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from scaledot.calls import weights
+from scaledot.checks import ScaledotError
 from scaledot.masks import Mask
-from scaledot.observation import attend
+from scaledot.observation import attend, gradients_wanted
 
 
 class TorchRoute(TorchFunctionMode):
@@ -136,6 +137,12 @@ def _multi_head_attention_forward(
         everything = slice(0, None)
         shares = weights(attended, *(everything,) * 4).to(q.dtype)
         if dropout_p:
+            if gradients_wanted():
+                raise ScaledotError(
+                    "nn.MultiheadAttention with need_weights=True and dropout computes its output "
+                    "from the weights that it returns, where no gradients are seen: "
+                    "pass need_weights=False"
+                )
             # torch drops from the weights that it returns.
             shares = F.dropout(shares, dropout_p)
             out = shares @ v
