@@ -67,6 +67,117 @@ def test_a_saved_audit_with_holes_is_damaged(capfd, here):
         assert (code, err) == (2, "scaledot: holes.json is damaged: run the audit again\n"), name
 
 
+PARTS = ("width", "whatif", "roles", "gradients", "precision")
+
+
+def test_an_audit_saved_before_heads_had_parts_prints(capfd, here):
+    scaledot(capfd, "audit", "--text", TEXT)
+    doc = json.loads((here / "audit.json").read_text())
+    for head in doc["heads"]:
+        for name in PARTS:
+            del head[name]
+    (here / "old.json").write_text(json.dumps(doc))
+    for args in ((), ("--table",), ("--show", "first"), ("--head", "1.2"), ("--layers", "1")):
+        code, out, err = scaledot(capfd, "audit", "old.json", *args)
+        assert (code, err) == (0, ""), args
+        assert "Why this wide" not in out
+    code, out, err = scaledot(capfd, "audit", "old.json", "--show", "induction")
+    said = "scaledot: no head has 'induction' here: audit without --quick, or a longer text\n"
+    assert (code, out, err) == (2, "", said)
+
+
+def damaged(value):
+    """The same without one thing, each in turn, or with a list cut short or a number spoilt."""
+    if isinstance(value, dict):
+        for key in value:
+            yield {k: v for k, v in value.items() if k != key}
+    yield ["x"]
+    yield 7
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.usefixtures("unannotated")
+def test_a_damaged_part_is_one_line(capfd, here, part):
+    scaledot(capfd, "audit", "--text", TEXT)
+    doc = json.loads((here / "audit.json").read_text())
+    whole = doc["heads"][0][part]
+    refused = 0
+    for holes in damaged(whole):
+        doc["heads"][0][part] = holes
+        (here / "holes.json").write_text(json.dumps(doc))
+        code, out, err = scaledot(capfd, "audit", "holes.json", "--head", "0.0")
+        if code:
+            assert out == ""
+            assert (code, err) == (2, "scaledot: holes.json is damaged: run the audit again\n")
+            refused += 1
+    assert refused >= len(whole) // 2
+
+
+@pytest.mark.usefixtures("unannotated")
+def test_damaged_numbers_of_a_head_are_one_line(capfd, here):
+    scaledot(capfd, "audit", "--text", TEXT)
+    text = (here / "audit.json").read_text()
+
+    def spoilt(change):
+        doc = json.loads(text)
+        change(doc["heads"][0])
+        (here / "holes.json").write_text(json.dumps(doc))
+        return scaledot(capfd, "audit", "holes.json", "--head", "0.0")
+
+    def shorter(head):
+        head["whatif"]["scales"].pop()
+
+    def zero(head):
+        head["whatif"]["factors"][0] = 0
+
+    def stranger(head):
+        head["roles"]["called"] = [{"name": "oracle", "mass": 1.0}]
+
+    def worded(head):
+        head["rows"]["total"] = "many"
+
+    for change in (shorter, zero, stranger, worded):
+        code, out, err = spoilt(change)
+        said = "scaledot: holes.json is damaged: run the audit again\n"
+        assert (code, out, err) == (2, "", said), change.__name__
+
+
+def test_one_head_is_told_in_full_and_from_its_file_alike(capfd):
+    code, first, _ = scaledot(capfd, "audit", "--text", TEXT, "--head", "2.1")
+    assert code == 0
+    titles = ("Looks at", "Why this wide", "If the scale were another", "What passes back",
+              "Room in low precision", "Every measure")  # fmt: skip
+    places = [first.index(f"\n{title}") for title in titles]
+    assert places == sorted(places)
+    _, again, _ = scaledot(capfd, "audit", "audit.json", "--head", "2.1")
+    assert again[: again.index("\nNext")] == first[: first.index("\nWrote")]
+
+
+def test_quick_leaves_out_what_takes_longer(capfd):
+    code, out, _ = scaledot(capfd, "audit", "--text", TEXT * 3, "--quick", "--head", "2.1")
+    assert code == 0
+    assert "Why this wide" in out
+    assert "If the scale were another" not in out
+    assert "after the same token" not in out
+    assert scaledot(capfd, "audit", "audit.json", "--show", "excess")[0] == 0
+    code, _, err = scaledot(capfd, "audit", "audit.json", "--show", "induction")
+    assert code == 2
+    assert err.startswith("scaledot: no head has 'induction' here")
+
+
+def test_statistics_are_those_of_the_screens(capfd):
+    from scaledot import cli, terminal
+
+    assert tuple(terminal.STATISTICS) == cli.SHOW
+    _, out, _ = scaledot(capfd, "audit", "--help")
+    assert "|".join(cli.SHOW) in "".join(out.split())
+    scaledot(capfd, "audit")
+    for name in cli.SHOW:
+        code, out, _ = scaledot(capfd, "audit", "audit.json", "--show", name)
+        assert code == 0
+        assert terminal.STATISTICS[name].title in out or name == "after"
+
+
 def test_one_head_and_another_statistic_from_a_saved_audit(capfd):
     scaledot(capfd, "audit", "--text", TEXT)
     code, out, _ = scaledot(capfd, "audit", "audit.json", "--head", "1.2")
@@ -187,7 +298,7 @@ MISTAKES = {
     ("audit", "--layers", "9", "--text", "abc"): "no layer 9: this model has layers 0 to 3",
     ("audit", "--show", "beauty"): (
         "no statistic 'beauty': pass one of after, within, keys, saturated, gradient, "
-        "largest, first"
+        "largest, first, induction, excess"
     ),
     ("audit", "--color", "blue"): "--color is 'blue': pass auto, always or never",
     ("audit", "--max-tokens", "0"): "--max-tokens is 0: pass at least 1",
@@ -295,3 +406,12 @@ def test_ascii_is_ascii(capfd, args):
     code, out, _ = scaledot(capfd, *args, "--text", TEXT)
     assert code == 0
     assert out.isascii()
+
+
+def test_ctrl_c_before_anything_is_done_says_so(monkeypatch, capsys):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scaledot.loading.load", stop)
+    assert run(["audit", "--json", "-"]) == 130
+    assert capsys.readouterr().err.endswith("stopped: nothing was finished\n")

@@ -1,5 +1,6 @@
 """Documents: plain JSON that says what the result says, and reads back."""
 
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import scaledot
-from scaledot import ScaledotError, document
+from scaledot import ScaledotError, document, whatif
 from scaledot.heads import EDGES
 from scaledot.loading import load
 
@@ -19,11 +20,19 @@ def report():
 
 
 def test_a_saved_audit_reads_back(report, tmp_path):
-    size = report.save(tmp_path / "audit.json")
-    assert size == (tmp_path / "audit.json").stat().st_size
-    assert document.load(tmp_path / "audit.json") == json.loads(
-        json.dumps(document.audit_document(report))
-    )
+    path = tmp_path / "audit.json"
+    size = report.save(path)
+    assert size == path.stat().st_size
+    again = {"audit": f"scaledot audit {path}"}
+    assert document.load(path) == json.loads(json.dumps(document.audit_document(report, again)))
+
+
+def test_a_finding_names_a_command_only_where_one_can_be_typed(report, tmp_path):
+    assert {f["next"] for f in document.audit_document(report)["findings"]} == {None}
+    assert "  next" not in str(report)
+    report.save(tmp_path / "it.json")
+    for finding in document.load(tmp_path / "it.json")["findings"]:
+        assert finding["next"].startswith(f"scaledot audit {tmp_path / 'it.json'} --")
 
 
 def test_the_document_is_strict_json(report):
@@ -44,6 +53,76 @@ def test_heads_carry_their_numbers_and_histograms(report):
         assert sum(margins["counts"]) == row["moments"]["top_margin"]["count"]
         assert margins["first"] + len(margins["counts"]) <= len(EDGES["top_margin"]) + 1
         assert margins["counts"][0] > 0 < margins["counts"][-1]
+
+
+def numbers(x):
+    """Every float of a result, undefined ones as None, in order of the fields' names."""
+    if isinstance(x, dict):
+        return {k: numbers(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [numbers(v) for v in x]
+    return pytest.approx(x, rel=1e-8) if isinstance(x, float) and math.isfinite(x) else (
+        None if isinstance(x, float) else x
+    )  # fmt: skip
+
+
+def test_heads_carry_their_profiles(report):
+    doc = document.audit_document(report)
+    for row, head in zip(doc["heads"], report.heads, strict=True):
+        profile = dataclasses.asdict(head.profile)
+        for part in ("width", "gradients", "precision"):
+            assert row[part] == numbers(profile[part]), part
+        holds = row["whatif"].pop("holds")
+        assert row["whatif"] == numbers(profile["whatif"])
+        assert holds == whatif.CAVEAT
+        matching = row["roles"].pop("prefix_matching")
+        assert row["roles"] == numbers(profile["roles"])
+        assert matching == numbers(head.prefix_matching)
+
+
+def test_only_histograms_that_are_written_have_edges(report):
+    doc = document.audit_document(report)
+    written = {name for row in doc["heads"] for name in row["moments"]}
+    assert set(doc["edges"]) == written & set(EDGES)
+    assert not any(name.startswith(("chance.", "whatif.")) for name in written)
+    for row in doc["heads"]:
+        assert set(row["histograms"]) <= set(doc["edges"])
+        for name, histogram in row["histograms"].items():
+            edges = doc["edges"][name]
+            assert edges[0] is edges[-1] is None
+            assert edges[1:-1] == sorted(edges[1:-1])
+            assert 0 <= histogram["first"] <= len(edges) - 1 - len(histogram["counts"])
+            assert sum(histogram["counts"]) == row["moments"][name]["count"]
+
+
+def test_a_quick_audit_has_no_parts_that_it_did_not_measure():
+    sample = load()
+    text = "In the beginning was the Word."
+    quick = scaledot.audit(sample.model, sample.tokenizer, text, quick=True)
+    doc = document.audit_document(quick)
+    for row in doc["heads"]:
+        assert row["whatif"] is None
+        assert row["roles"]["prefix_matching"] is None
+        assert row["roles"]["distance"] is None
+        assert {mass["name"] for mass in row["roles"]["masses"]} == {"first", "previous", "current"}
+        assert row["gradients"]["relative_value_spread"] is None
+        assert row["width"]["within"] is not None
+        assert row["precision"]["bf16_cost"] is not None
+    json.loads(document.dump(doc))
+
+
+def test_heads_alone_carry_the_same_parts():
+    sample = load()
+    with scaledot.observe(sample.model) as seen:
+        sample.model(**sample.tokenizer("In the beginning was the Word.", return_tensors="pt"))
+    doc = document.heads_document(seen)
+    assert [(h["layer"], h["head"]) for h in doc["heads"]] == [
+        (layer, head) for layer in range(4) for head in range(4)
+    ]
+    for row in doc["heads"]:
+        assert row["width"]["sentence"].startswith("scores ")
+        assert row["whatif"] is None
+    json.loads(document.dump(doc))
 
 
 def test_next_commands_are_the_users_own(report):

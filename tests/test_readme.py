@@ -30,6 +30,13 @@ def test_observing_as_the_readme_does(capsys):
     exec(compile(code, "README", "exec"), names)
     assert names["seen"].weights("h.1.attn", head=2, rows=slice(0, 8)).shape[0] == 8
     assert "0.0" in capsys.readouterr().out
+    code = [text for language, text in BLOCKS if language == "python"][2]
+    exec(compile(code, "README", "exec"), names)
+    transmission = names["seen"].heads["h.1.attn"].measures["transmission"]
+    assert (transmission.average > 0).all()
+    said = capsys.readouterr().out
+    assert "tensor(" in said
+    assert said.endswith("False\n")
 
 
 def test_every_file_and_link_named_exists():

@@ -231,8 +231,20 @@ def short_commands(doc: Doc) -> Doc:
     return doc
 
 
+def with_parts(doc: Doc) -> Doc:
+    """The same with a made-up induction mass and entropy beyond width for each head."""
+    for i, head in enumerate(doc["heads"]):
+        mass = {"name": "induction", "label": "after the same token", "rows": 9,
+                "mass": (i * 37 % 100) / 100, "chance": 0.04, "without_first": None}  # fmt: skip
+        called = [{"name": "induction", "mass": mass["mass"]}] if mass["mass"] > 0.5 else []
+        head["roles"] = {"masses": [mass], "called": called, "broad": False, "distance": None,
+                         "distance_chance": None}  # fmt: skip
+        head["width"] = None if i % 7 == 0 else {"excess": (i * 53 % 400) / 100 - 3}
+    return doc
+
+
 WIDTHS = st.integers(40, 200)
-SMALL, BIG = short_commands(read("audit-small")), short_commands(read("audit-big"))
+SMALL, BIG = (short_commands(with_parts(read(f"audit-{name}"))) for name in ("small", "big"))
 TRACES = [read("trace"), read("trace-long")]
 
 
@@ -240,8 +252,10 @@ TRACES = [read("trace"), read("trace-long")]
 @given(WIDTHS, st.sampled_from([*terminal.STATISTICS, "table", "head"]), st.booleans())
 def test_no_line_is_wider_than_the_terminal(width: int, what: str, ascii: bool) -> None:
     options: Doc = {"table": True} if what == "table" else {"show": what}
-    for doc, head in ((SMALL, (0, 3)), (BIG, (18, 8))):
-        text = show(doc, width, ascii=ascii, **({"head": head} if what == "head" else options))
+    for doc, name, head in ((SMALL, "small", (0, 3)), (BIG, "big", (18, 8))):
+        if what == "head":  # of an audit without those parts
+            doc, options = short_commands(read(f"audit-{name}")), {"head": head}
+        text = show(doc, width, ascii=ascii, **options)
         assert not too_long(text, width)
 
 
@@ -602,23 +616,10 @@ def test_one_head_in_full() -> None:
         assert f"\n  {measure} " in text
     assert "saturate every row" in text
     assert "Checked, nothing found" not in text
+    assert text.index("\nFindings") < text.index("\nEvery measure")
+    assert "Every measure" not in big(80, head=(0, 0))  # saved without its measures
     with pytest.raises(ValueError, match=r"no head 30\.0: this audit has layers 0–29, heads 0–8"):
         big(100, head=(30, 0))
-
-
-def test_quantiles_state_how_fine_they_are() -> None:
-    edges = [None, 0.0, 1.0, 2.0, 4.0, None]
-    moments = {"min": -3.0, "max": 9.0}
-    found, _ = terminal._quantiles(edges, {"first": 0, "counts": [1, 0, 18, 0, 1]}, moments)
-    assert found == {"5 %": -1.5, "median": 1.5, "95 %": 1.5, "±": 1.5}
-    assert terminal._quantiles([], {"first": 0, "counts": []}, moments) == ({}, [])
-    infinite, _ = terminal._quantiles(edges, {"first": 4, "counts": [9]}, {"min": 5.0, "max": None})
-    assert infinite["median"] == math.inf
-    assert "±" in big(80, head=(18, 8))
-    assert "a histogram's bin; the" in big(60, head=(18, 8)).replace("\n ", "")
-    assert "measure" not in big(80, head=(0, 0))  # saved without its measures
-    assert terminal._spark([1, 0, 4, 8], 14) == "▁ ▄▇"
-    assert terminal._spark([1] * 30, 14) == "▇" * 10
 
 
 def test_a_statistic_that_is_not_there() -> None:
@@ -639,8 +640,26 @@ def test_undefined_numbers_are_dashes() -> None:
     assert re.search(r"^     0\.0 +–    –", table, re.M)
     assert re.search(r"^  theory +29    1\.00", table, re.M)
     for name in terminal.STATISTICS:
-        assert "–" in show(doc, 100, show=name)
+        if name not in head_table.IN_PARTS:
+            assert "–" in show(doc, 100, show=name)
     assert "nan" not in table.lower()
+
+
+def test_statistics_that_not_every_audit_has() -> None:
+    for name in head_table.IN_PARTS:
+        with pytest.raises(ValueError, match=f"no head has '{name}' here: audit without --quick"):
+            small(100, show=name)
+    doc = with_parts(read("audit-small"))
+    induction, excess = (show(doc, 100, show=name) for name in head_table.IN_PARTS)
+    assert "  Weight after the same token   chance .04\n" in induction
+    assert "\n    0 ·  0  ▄.37  ▆.74  ▂.11      .24\n" in induction
+    assert "  · under .1   ▂▃▄▅▆▇█ from .1, .2, .3, .5, .7, .9, .99\n" in induction
+    assert "  Entropy beyond width, nats   theory 0\n" in excess
+    assert "\n    0      –  ▅−2.47  ▄−1.94  ▄−1.41    −1.94\n" in excess
+    assert "  ▽ above .2   · −.2 to .2   ▂▃▄▅ under −.2, −.5, −1, −2\n" in excess
+    head = doc["heads"][1]
+    for value, level in ((0.3, -1), (0.2, 0), (-0.2, 0), (-0.3, 1), (-0.6, 2), (-1.5, 3), (-3, 4)):
+        assert head_table._level("excess", head | {"excess": value}) == level
 
 
 def test_no_heads_at_all() -> None:
@@ -711,7 +730,7 @@ def test_header_says_what_is_special() -> None:
 @settings(max_examples=30)
 @given(st.integers(1, 12), st.integers(1, 12), st.randoms(use_true_random=False))
 def test_picks_are_few_different_and_sorted(layers: int, heads: int, random: Any) -> None:
-    doc = many(layers, heads)
+    doc = with_parts(many(layers, heads))
     random.shuffle(doc["heads"])
     picks = head_table._picks(doc["heads"], doc["theory"]["chance"])
     assert len(picks) <= 8
@@ -720,6 +739,20 @@ def test_picks_are_few_different_and_sorted(layers: int, heads: int, random: Any
     after = [head["after"] for head, _ in picks]
     assert after == sorted(after, reverse=True)
     assert after[0] == max(head["after"] for head in doc["heads"])
+
+
+def test_the_strongest_induction_head_is_worth_a_look() -> None:
+    doc = with_parts(read("audit-small"))
+    picks = head_table._picks(doc["heads"], doc["theory"]["chance"])
+    strongest = max(
+        (h for h in doc["heads"]), key=lambda h: h["roles"]["masses"][0]["mass"]
+    )  # fmt: skip
+    reasons = {head_table.head_label(head): reason for head, reason in picks}
+    assert reasons[head_table.head_label(strongest)] == "after the same token .96"
+    for head in doc["heads"]:
+        head["roles"]["called"] = []
+    picks = head_table._picks(doc["heads"], doc["theory"]["chance"])
+    assert not any("same token" in reason for _, reason in picks)
 
 
 # Traces

@@ -17,6 +17,7 @@ class ScaledotError(Exception):
 _WHERE = {
     "attention": "dispatch",
     "row_stats": "dispatch",
+    "attention_received": "received",
     "Mask": "masks",
     "trace": "stages",
     "Trace": "stages",
@@ -29,6 +30,9 @@ _WHERE = {
     "audit": "auditing",
     "Audit": "auditing",
     "check": "conformance",
+    "future_leak": "leakage",
+    "document_leak": "leakage",
+    "Leak": "leakage",
 }
 
 if TYPE_CHECKING:
@@ -38,11 +42,15 @@ if TYPE_CHECKING:
     from scaledot.dispatch import attention as attention
     from scaledot.dispatch import row_stats as row_stats
     from scaledot.heads import HeadStats as HeadStats
+    from scaledot.leakage import Leak as Leak
+    from scaledot.leakage import document_leak as document_leak
+    from scaledot.leakage import future_leak as future_leak
     from scaledot.masks import Mask as Mask
     from scaledot.moments import ScoreMoments as ScoreMoments
     from scaledot.moments import score_moments as score_moments
     from scaledot.observation import Observation as Observation
     from scaledot.observation import observe as observe
+    from scaledot.received import attention_received as attention_received
     from scaledot.rows import RowStats as RowStats
     from scaledot.stages import Trace as Trace
     from scaledot.stages import trace as trace

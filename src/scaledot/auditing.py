@@ -8,9 +8,10 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,10 +19,14 @@ from torch import Tensor
 
 from scaledot import ScaledotError
 from scaledot import heads as head_stats
-from scaledot.diagnose import Finding, Head, Layer, findings, heads_of
+from scaledot.diagnose import findings
+from scaledot.findings import Finding, Head, Layer, heads_of
 from scaledot.heads import SATURATED, HeadStats
+from scaledot.leakage import Leak, document_leak, future_leak, resting
+from scaledot.mask_check import MaskFacts
 from scaledot.observation import observe
-from scaledot.scales import configured, head_size
+from scaledot.roles import delimiters, prefix_matching, repeated, vocabulary
+from scaledot.scales import of_call
 
 SEED = 20260714
 
@@ -66,7 +71,8 @@ class Audit:
         """
         from scaledot.document import audit_document, dump
 
-        data = dump(audit_document(self))
+        again = {"audit": f"scaledot audit {shlex.quote(os.fspath(path))}"}
+        data = dump(audit_document(self, again))
         head_stats.write(path, data)
         return len(data)
 
@@ -90,6 +96,7 @@ def audit(
     context: int | None = None,
     layers: Iterable[int] | None = None,
     name: str | None = None,
+    quick: bool = False,
     on_progress: Callable[[int, int, int], None] | None = None,
 ) -> Audit:
     """Run texts through a model and measure every attention head.
@@ -97,6 +104,9 @@ def audit(
     tokenizer is a transformers tokenizer, or a function from a text to the model's keyword
     arguments. Texts longer than the context (the model's own unless given) are cut into windows
     that do not see each other. max_tokens stops after so many tokens; layers keeps some layers.
+    quick leaves out what takes more than the forward pass: other scales, roles by distance and
+    token, the spread of values, attention received, and the trials, in which a causal model runs
+    on up to 32 tokens of the text with one of them changed, and on random tokens said four times.
     on_progress(windows done, windows in all, tokens done) is called after each window.
     Ctrl-C ends early and keeps what is done.
 
@@ -106,42 +116,60 @@ def audit(
     >>> report.heads[0].after                                      # doctest: +SKIP
     1.31
     """
+    if not callable(tokenizer):
+        raise TypeError(
+            f"tokenizer is a {type(tokenizer).__name__}: pass a transformers tokenizer, or a "
+            "function from a text to the model's inputs by name"
+        )
     texts = [texts] if isinstance(texts, str) else list(texts)
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}: pass at least 1")
     if not any(t.strip() for t in texts):
         raise ScaledotError(
             'the text is empty: pass --text "…" or --file PATH (- is standard input)'
         )
     limit = context or context_of(model, tokenizer)
     windows = list(_windows(texts, tokenizer, limit, max_tokens))
+    reads = getattr(model, "main_input_name", "input_ids")
+    if reads not in windows[0] and reads != "input_ids":
+        raise ScaledotError(
+            f"the model ({type(model).__name__}) reads {reads}, not text: observe(model) takes any "
+            "inputs"
+        )
     wanted = None if layers is None else set(layers)
+    if wanted is not None and not wanted:
+        raise ValueError("layers is empty: pass None for all of them")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     started = time.perf_counter()
     done, tokens, complete = 0, 0, True
     kept: dict[str, HeadStats] = {}
     calls: dict[str, Any] = {}
     unobserved: list[str] = []
-    training = model.training
-    model.eval()
+    masks: dict[str, MaskFacts] = {}
+    trials = _Trials()
+    marks = delimiters(tokenizer) if not quick and _has_vocabulary(tokenizer) else None
     try:
-        with observe(model) as seen:
+        with resting(model), observe(model, full=not quick, delimiters=marks) as seen:
             for window in windows:
-                with torch.no_grad():
-                    model(**_arguments(model, window, device))
-                kept, calls = dict(seen.heads), dict(seen.calls)
+                model(**_arguments(model, window, device))
+                kept, calls, masks = dict(seen.heads), dict(seen.calls), dict(seen.masks)
                 done, tokens = done + 1, tokens + window["input_ids"].numel()
                 if on_progress is not None:
                     on_progress(done, len(windows), tokens)
             unobserved = list(seen.unobserved)
+        if not quick and any(call.kind == "self" for call in calls.values()):
+            window = max(windows, key=lambda w: w["input_ids"].shape[-1])
+            trials = _try_out(model, tokenizer, window, limit, device, masks)
     except KeyboardInterrupt:
         if not kept:
             raise
         complete = False
-    finally:
-        model.train(training)
+        if done == len(windows):
+            trials = _Trials(untried=(("a token changed", "not tried: stopped before it"),))
     seconds = time.perf_counter() - started
 
     config = getattr(model, "config", None)
-    places = _layers(calls, kept, config)
+    places = _layers(calls, kept, model)
     if wanted is not None:
         absent = wanted - {x.index for x in places}
         if absent:
@@ -149,16 +177,21 @@ def audit(
                 f"no layer {min(absent)}: this model has layers 0 to {len(places) - 1}"
             )
         places = [x for x in places if x.index in wanted]
-    heads = [h for x in places for h in heads_of(kept[x.path], x.index)]
+    heads = [
+        replace(h, prefix_matching=trials.matched.get(x.path, {}).get(h.head))
+        for x in places
+        for h in heads_of(kept[x.path], x.index)
+    ]
     d_model = _field(config, "hidden_size", "d_model", "n_embd")
-    found, clear = findings(heads, places, d_model)
+    found, clear = findings(heads, places, d_model, masks, trials.leaks)
+    clear += trials.untried
     stats = {x.path: kept[x.path] for x in places}
     first = next(iter(calls.values()))
     longest = max(w["input_ids"].shape[-1] for w in windows[:done])
     return Audit(
         model={
             "name": name or _name(model),
-            "architecture": _architecture(model, places),
+            "architecture": _architecture(model, places, masks),
             "layers": len(places),
             "heads": places[0].heads,
             "kv_heads": places[0].kv_heads,
@@ -174,7 +207,7 @@ def audit(
             "tokens": tokens,
             "context": limit,
             "longest": longest,
-            "attention": _attention_kind(places),
+            "attention": _attention_kind(places, stats[places[0].path], windows[:done]),
             "scores": int(stats[places[0].path].scaled.count.max()),
             "planned": len(windows),
         },
@@ -197,6 +230,65 @@ def audit(
     )
 
 
+TRIED = 32
+"""Tokens of the text in which one is changed."""
+REPEATED = 32
+"""Random tokens that are said four times."""
+
+
+@dataclass(frozen=True)
+class _Trials:
+    """What a causal model did on inputs made for it. matched: {path: {head: (score, chance)}}.
+    untried: what could not be asked of it, and why."""
+
+    leaks: tuple[Leak, ...] = ()
+    untried: tuple[tuple[str, str], ...] = ()
+    matched: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
+
+
+def _try_out(
+    model: Any, tokenizer: Any, window: Mapping[str, Tensor], context: int | None,
+    device: torch.device, masks: Mapping[str, MaskFacts],
+) -> _Trials:  # fmt: skip
+    """Does changing a token move what stands before it, or another document? Do heads match
+    prefixes? What a model cannot be asked is left out."""
+    causal = any(facts.causal for facts in masks.values())
+    length = window["input_ids"].shape[-1]
+    part = {k: v[..., :TRIED] if v.shape[-1] == length else v for k, v in window.items()}
+    given, ids = _arguments(model, part, device), part["input_ids"][0].tolist()
+    half = len(ids) // 2
+    leaks: list[Leak] = []
+    untried: list[tuple[str, str]] = []
+    tries: list[tuple[str, Callable[[], Leak]]] = []
+    if length > 1:
+        tries.append(("a token changed", lambda: future_leak(model, given)))
+    packs = "position_ids" in inspect.signature(model.forward).parameters
+    if causal and packs and half > 1 and "decoder_input_ids" not in given:
+        documents = [ids[:half], ids[half:]]
+        tries.append(("a document changed", lambda: document_leak(model, documents)))
+    for name, ask in tries:
+        try:
+            leaks.append(ask())
+        except (ScaledotError, RuntimeError, ValueError, TypeError, IndexError) as error:
+            untried.append((name, f"not tried: {' '.join(str(error).split())[:80]}"))
+    matched: dict[str, dict[int, tuple[float, float]]] = {}
+    words = vocabulary(tokenizer) if _has_vocabulary(tokenizer) else torch.empty(0)
+    size = min(REPEATED, (context or 4 * REPEATED) // 4, len(words))
+    if causal and size > 1 and "decoder_input_ids" not in given:
+        said = repeated(words, length=size, seed=SEED)
+        with resting(model), observe(model, full=True) as seen:
+            model(**_arguments(model, {"input_ids": said}, device))
+        for path, stats in seen.heads.items():
+            if "induction" in stats.measures:
+                each = zip(*(x.tolist() for x in prefix_matching(stats)), strict=True)
+                matched[path] = dict(enumerate(each))
+    return _Trials(tuple(leaks), tuple(untried), matched)
+
+
+def _has_vocabulary(tokenizer: Any) -> bool:
+    return hasattr(tokenizer, "get_vocab") and hasattr(tokenizer, "batch_decode")
+
+
 def context_of(model: Any, tokenizer: Any) -> int | None:
     """Tokens a model takes at once, by its configuration and tokenizer; None if neither says."""
     config = getattr(model, "config", None)
@@ -204,7 +296,7 @@ def context_of(model: Any, tokenizer: Any) -> int | None:
         _field(config, "max_position_embeddings", "n_positions", "max_target_positions"),
         getattr(tokenizer, "model_max_length", None),
     ]
-    known = [int(s) for s in sizes if s and s < 10**9]
+    known = [int(s) for s in sizes if s and 0 < s < 10**9]
     return min(known) if known else None
 
 
@@ -230,8 +322,15 @@ def _windows(
 
 
 def _encode(text: str, tokenizer: Any, context: int | None) -> list[dict[str, Tensor]]:
-    if not hasattr(tokenizer, "decode"):
-        window = dict(tokenizer(text))
+    if not hasattr(tokenizer, "num_special_tokens_to_add"):
+        given = tokenizer(text)
+        ids = given.get("input_ids") if isinstance(given, Mapping) else None
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            raise ScaledotError(
+                "the tokenizer gave no input_ids, a tensor (1, length): an audit reads text; "
+                "observe(model) takes any inputs"
+            )
+        window = dict(given)
         length = window["input_ids"].shape[-1]
         step = context or length
         return [
@@ -282,7 +381,7 @@ def _arguments(model: Any, window: Mapping[str, Tensor], device: torch.device) -
     return given
 
 
-def _layers(calls: Mapping[str, Any], stats: Mapping[str, HeadStats], config: Any) -> list[Layer]:
+def _layers(calls: Mapping[str, Any], stats: Mapping[str, HeadStats], model: Any) -> list[Layer]:
     """Every observed call in order, with the scale that the configuration gives it."""
     depth: dict[tuple[str, bool], int] = {}
     result = []
@@ -291,28 +390,37 @@ def _layers(calls: Mapping[str, Any], stats: Mapping[str, HeadStats], config: An
         stack = (call.kind, call.causal)
         within = depth.get(stack, 0)
         depth[stack] = within + 1
+        given, own = of_call(model, call.path, call.d_k, within)
         result.append(
             Layer(
                 index, path, call.kind, call.causal, call.d_k, call.heads, call.kv_heads,
                 call.scale, call.softcap, call.sinks, call.window,
-                configured(_text_config(config), call.d_k, within),
+                given, own, _keeps_sinks(model, call.path),
             )
         )  # fmt: skip
     return result
 
 
-def _text_config(config: Any) -> Any:
-    """The configuration that holds the attention's fields, where a model nests several."""
-    nested = getattr(config, "text_config", None)
-    return nested if nested is not None and head_size(config) is None else config
+def _keeps_sinks(model: Any, path: str) -> bool:
+    """Whether a module has learned sinks, as gpt-oss's attentions do."""
+    module = dict(model.named_modules()).get(path)
+    return isinstance(getattr(module, "sinks", None), Tensor)
 
 
-def _attention_kind(layers: Sequence[Layer]) -> str:
+def _attention_kind(
+    layers: Sequence[Layer], stats: HeadStats, windows: Sequence[Mapping[str, Tensor]]
+) -> str:
+    """What the first layer's queries see: "full" only if nothing is hidden."""
     kinds = {x.causal for x in layers}
-    return "mixed" if len(kinds) > 1 else "causal" if kinds.pop() else "full"
+    if len(kinds) > 1:
+        return "mixed"
+    if kinds.pop():
+        return "causal"
+    pairs = sum(w["input_ids"].shape[-1] ** 2 for w in windows)
+    return "full" if int(stats.scaled.count.max()) >= pairs else "masked"
 
 
-def _architecture(model: Any, layers: Sequence[Layer]) -> str:
+def _architecture(model: Any, layers: Sequence[Layer], masks: Mapping[str, MaskFacts]) -> str:
     """ "GPT-2 decoder", "BERT encoder": the family as its configuration names it, and its shape."""
     kind = getattr(getattr(model, "config", None), "model_type", "") or type(model).__name__
     known = {"gpt2": "GPT-2", "llama": "Llama", "t5": "T5", "distilbert": "DistilBERT",
@@ -322,7 +430,8 @@ def _architecture(model: Any, layers: Sequence[Layer]) -> str:
     name = known.get(kind) or (kind.upper() if len(kind) <= 6 else kind)
     if any(x.kind == "cross" for x in layers):
         return f"{name} encoder-decoder"
-    return f"{name} {'decoder' if all(x.causal for x in layers) else 'encoder'}"
+    meant = [masks[x.path].causal for x in layers if x.path in masks]
+    return f"{name} {'decoder' if all(x.causal for x in layers) or any(meant) else 'encoder'}"
 
 
 def _name(model: Any) -> str:

@@ -34,9 +34,12 @@ Usage: scaledot audit [MODEL] [OPTIONS]
 MODEL: folder, hub id, .gguf or saved audit.json; default: the embedded sample
 
 Text     --text "…"   --file PATH (- is stdin)   --lines   --max-tokens N
-Show     --show after|within|keys|saturated|gradient|largest|first [after]
+Show     --show after|within|keys|saturated|gradient|largest|first|induction|
+                excess [after]
          --table   --head L.H   --layers 0-3,7
-Run      --device cpu   --dtype float32   --tokenizer FOLDER
+Run      --quick               only what comes with the forward pass: no other
+                               scales, fewer roles, no trials
+         --device cpu   --dtype float32   --tokenizer FOLDER
          --allow-pickle        read weights from a pickle, which can run code
          --trust-remote-code   run the code that comes with the model
 Output   --json PATH [audit.json]   - is stdout
@@ -109,6 +112,12 @@ class _Command(TyperCommand):
     def get_help(self, ctx: Any) -> str:  # noqa: ARG002
         return _HELPS[self.name or ""].rstrip()
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # before typer makes a silent exit of it
+            raise Stopped from None
+
 
 app = typer.Typer(cls=_Group, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -126,8 +135,14 @@ Remote = Annotated[bool, typer.Option("--trust-remote-code")]
 Ascii = Annotated[bool, typer.Option("--ascii")]
 Color = Annotated[str, typer.Option("--color")]
 
-SHOW = ("after", "within", "keys", "saturated", "gradient", "largest", "first")
+SHOW = (
+    "after", "within", "keys", "saturated", "gradient", "largest", "first", "induction", "excess",
+)  # fmt: skip
 LONGEST_TRACE = 1024
+
+
+class Stopped(Exception):
+    """Ctrl-C, before anything was finished."""
 
 
 class InputError(Exception):
@@ -151,7 +166,7 @@ def run(argv: Sequence[str]) -> int:
         return _fail(error.format_message())  # type: ignore[attr-defined]
     except (InputError, ScaledotError) as error:
         return _fail(str(error))
-    except (typer.Abort, KeyboardInterrupt):
+    except (typer.Abort, Stopped, KeyboardInterrupt):
         print("stopped: nothing was finished", file=sys.stderr)
         return 130
     except BrokenPipeError:
@@ -190,6 +205,7 @@ def _audit(
     table: Annotated[bool, typer.Option("--table")] = False,
     head: Annotated[str | None, typer.Option("--head")] = None,
     layers: Annotated[str | None, typer.Option("--layers")] = None,
+    quick: Annotated[bool, typer.Option("--quick")] = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     tokenizer: Tokenizer = None,
@@ -211,7 +227,7 @@ def _audit(
         doc = document.load(model)
         try:
             _print(terminal, out, doc, show, table, one, some, _next(doc, model), None)
-        except (LookupError, TypeError, AttributeError):
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
             raise InputError(f"{model} is damaged: run the audit again") from None
         return 0
 
@@ -237,15 +253,17 @@ def _audit(
     with terminal.progress(err) as update:
         result = audit(
             loaded.model, loaded.tokenizer, texts, max_tokens=max_tokens,
-            layers=some, name=loaded.name, on_progress=update,
+            layers=some, name=loaded.name, quick=quick, on_progress=update,
         )  # fmt: skip
     t = result.text
     if not result.complete:
-        print(
+        said = (
             f"Stopped after {t['windows']:,} of {t['planned']:,} windows. "
-            f"The table is exact for those {t['tokens']:,} tokens.",
-            file=sys.stderr,
+            f"The table is exact for those {t['tokens']:,} tokens."
         )
+        if t["windows"] == t["planned"]:
+            said = "Stopped during the trials that follow the text. The table is whole."
+        print(said, file=sys.stderr)
     elif t["windows"] > t["texts"]:
         _note(
             f"{t['tokens']:,} tokens exceed the context of {t['context']:,}: "
@@ -459,7 +477,7 @@ def _print(
             out, doc, show=show, table=table, head=head, layers=layers, next_commands=commands,
             wrote=wrote,
         )  # fmt: skip
-    except ValueError as error:
+    except terminal.NotHereError as error:
         raise InputError(str(error)) from None
 
 
@@ -542,14 +560,14 @@ def _next(doc: dict[str, Any], saved: str) -> list[tuple[str, str]]:
         return []
     widest = max(known, key=lambda h: h["after"])
     first = named[0] if named else [widest["layer"], widest["head"]]
-    return [
+    found = [
         (f"{commands['audit']} --head {first[0]}.{first[1]}", "one head in full"),
         (f"{commands['audit']} --show keys", "a grid of layers × heads"),
-        (
-            f"{commands['trace']} --layer {widest['layer']} --head {widest['head']}",
-            "watch one head work",
-        ),
     ]
+    if "trace" in commands:
+        place = f"--layer {widest['layer']} --head {widest['head']}"
+        found.append((f"{commands['trace']} {place}", "watch one head work"))
+    return found
 
 
 def _head_option(head: str | None) -> tuple[int, int] | None:

@@ -7,32 +7,35 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaledot import ScaledotError, __version__, heads
 from scaledot.scales import rule
+from scaledot.whatif import CAVEAT
 
 if TYPE_CHECKING:
     from scaledot.auditing import Audit
     from scaledot.conformance import Report
-    from scaledot.diagnose import Head, Layer
+    from scaledot.findings import Head, Layer
     from scaledot.heads import HeadStats
     from scaledot.observation import Observation
     from scaledot.stages import Trace
 
 VERSION = 1
 
+_UNWRITTEN = ("chance.", "whatif.")
+"""Measures of which a document holds what they add up to, in a head's roles and whatif."""
 
-COMMANDS = {"audit": "scaledot audit audit.json", "trace": "scaledot trace"}
 
-
-def audit_document(audit: Audit, commands: Mapping[str, str] = COMMANDS) -> dict[str, Any]:
+def audit_document(audit: Audit, commands: Mapping[str, str] | None = None) -> dict[str, Any]:
     """An `Audit` as a document: every head, histogram and finding.
 
-    `commands` are what stands for {audit} and {trace} in a finding's next command.
+    `commands` are what stands for {audit} and {trace} in a finding's next command; without the
+    second the head's file is named in its place, and without either, as for an audit that no
+    command line made, nothing.
     """
     by_path = {x.path: audit.stats[x.path] for x in audit.layers}
     place = {x.index: x for x in audit.layers}
@@ -52,17 +55,27 @@ def audit_document(audit: Audit, commands: Mapping[str, str] = COMMANDS) -> dict
             "theory": theory,
             "layers": [_layer(x) for x in audit.layers],
             "heads": [_head(h, by_path[place[h.layer].path]) for h in audit.heads],
-            "edges": {name: [None, *edges.tolist(), None] for name, edges in heads.EDGES.items()},
-            "findings": [asdict(f) | {"next": f.next.format(**commands)} for f in audit.findings],
+            "edges": _edges(audit.stats.values()),
+            "findings": [asdict(f) | {"next": _command(f.next, commands)} for f in audit.findings],
             "checked": [{"name": name, "result": result} for name, result in audit.checked],
-            "commands": dict(commands),
+            "commands": dict(commands or {}),
         }
     )
 
 
+def _command(form: str, commands: Mapping[str, str] | None) -> str | None:
+    """A finding's next command as it can be typed, None where none can."""
+    if commands is None:
+        return None
+    if "{trace}" in form and "trace" not in commands:
+        _, _, layer, _, head = form.split()  # {trace} --layer L --head H
+        form = f"{{audit}} --head {layer}.{head}"
+    return form.format(**commands)
+
+
 def heads_document(seen: Observation) -> dict[str, Any]:
     """The heads of an `Observation`, in the form of an audit without text or findings."""
-    from scaledot.diagnose import heads_of
+    from scaledot.findings import heads_of
 
     found = [
         _head(h, stats)
@@ -174,6 +187,10 @@ def load(path: str | Path) -> dict[str, Any]:
 def _head(head: Head, stats: HeadStats) -> dict[str, Any]:
     row = asdict(head)
     chance = row.pop("chance")
+    row |= row.pop("profile")
+    row["roles"]["prefix_matching"] = row.pop("prefix_matching")
+    if row["whatif"] is not None:
+        row["whatif"]["holds"] = CAVEAT
     row["rows"] = {"total": row["rows"].pop("rows"), **row["rows"]}
     attends = head.attends
     row["room"] = head.room
@@ -183,7 +200,7 @@ def _head(head: Head, stats: HeadStats) -> dict[str, Any]:
     )
     moments, histograms = {}, {}
     for name, m in stats.measures.items():
-        if name.startswith("chance."):
+        if name.startswith(_UNWRITTEN):
             continue
         h = head.head if len(m.count) == stats.heads else head.kv_head
         moments[name] = {
@@ -199,6 +216,16 @@ def _head(head: Head, stats: HeadStats) -> dict[str, Any]:
             first, last = int(used[0]), int(used[-1])
             histograms[name] = {"first": first, "counts": bins[first : last + 1].tolist()}
     return {**row, "moments": moments, "histograms": histograms}
+
+
+def _edges(stats: Iterable[HeadStats]) -> dict[str, Any]:
+    """Bin edges of every histogram that is written."""
+    written = {name for s in stats for name in s.measures if not name.startswith(_UNWRITTEN)}
+    return {
+        name: [None, *edges.tolist(), None]
+        for name, edges in heads.EDGES.items()
+        if name in written
+    }
 
 
 def _layer(layer: Layer) -> dict[str, Any]:

@@ -16,7 +16,12 @@ from scaledot.screen import WIDE, Page, Part, point, wrap
 Doc = Mapping[str, Any]
 
 TABLE_HEADS = 40  # up to here every head has a row
+PICKS = 8  # heads worth looking at
 GRID_LAYERS = 48  # up to here every layer has a row of the grid
+
+
+class NotHereError(ValueError):
+    """A document has no such head or statistic."""
 
 
 def print_statistics(
@@ -24,10 +29,13 @@ def print_statistics(
 ) -> None:
     """A row each for up to 40 heads, or with ``table``; the grid for more or another ``show``.
 
-    Raises: ValueError if there is no such statistic.
+    Raises: NotHereError if there is no such statistic.
     """
     if show not in STATISTICS:
-        raise ValueError(f"no statistic {show!r}: choose from {', '.join(STATISTICS)}")
+        raise NotHereError(f"no statistic {show!r}: choose from {', '.join(STATISTICS)}")
+    heads = [{**head, **_of_parts(head)} for head in heads]
+    if show in IN_PARTS and all(head[show] is None for head in heads):
+        raise NotHereError(f"no head has {show!r} here: audit without --quick, or a longer text")
     if table or (len(heads) <= TABLE_HEADS and show == "after"):
         print_table(page, doc, heads)
         if legend:
@@ -40,6 +48,19 @@ def print_statistics(
 
 def head_label(head: Doc) -> str:
     return f"{head['layer']}.{head['head']}"
+
+
+def _of_parts(head: Doc) -> dict[str, float | None]:
+    """Statistics that stand deeper in a head's entry, None where the audit lacks them."""
+    return {
+        "induction": _induction(head).get("mass"),
+        "excess": (head.get("width") or {}).get("excess"),
+    }
+
+
+def _induction(head: Doc) -> Doc:
+    masses = (head.get("roles") or {}).get("masses", ())
+    return next((mass for mass in masses if mass["name"] == "induction"), {})
 
 
 def _by_layer(heads: Sequence[Doc]) -> dict[int, list[Doc]]:
@@ -162,15 +183,24 @@ def _cell(page: Page, column: _Column, value: float | None) -> str:
 def _theory(doc: Doc) -> dict[str, Any]:
     """The theory as a row of the table."""
     theory = dict(doc.get("theory") or {"after": 1.0})
-    d_k = {layer.get("d_k") for layer in doc.get("layers", ())}
+    before = {_before(layer) for layer in doc.get("layers", ())}
     keys = theory.get("keys")
     chance = theory.get("chance") or {}
+    induction = [x for h in doc.get("heads", ()) if (x := _induction(h).get("chance")) is not None]
     return theory | {
+        "induction": statistics.mean(induction) if induction else None,
         "first": chance.get("first"),
         "within": theory.get("within", theory.get("after")),
-        "before": d_k.pop() if len(d_k) == 1 else None,
+        "excess": 0.0,
+        "before": before.pop() if len(before) == 1 else None,
         "entropy": math.log(keys) if keys else None,
     }
+
+
+def _before(layer: Doc) -> float | None:
+    """The variance of ⟨q,k⟩ in theory: d_k, less what q and k carry of the scale already."""
+    carried = (layer.get("configured") or {}).get("carried") or 1.0
+    return layer["d_k"] * carried**2 if layer.get("d_k") else None
 
 
 def _attends(row: Doc) -> str:
@@ -221,7 +251,10 @@ def _table_legend(page: Page, doc: Doc) -> None:
     shown = {column.key for column in _table_columns(page.width)}
     theory = _theory(doc)
     after, keys, gradient = (theory.get(k) for k in ("after", "uniform_keys", "uniform_gradient"))
-    law = f"d_k before scaling, {exact(after)} after" if after else "d_k before scaling"
+    law = "d_k before scaling"
+    if any(_before(layer) != layer.get("d_k") for layer in doc.get("layers", ())):
+        law = f"{number(theory['before'])} before the call's factor, as q carries one"
+    law += f", {exact(after)} after" if after else ""
     mark = "" if "bar" not in shown else " (┃)" if after == 1 else "; ┃ is 1"
     alike_keys = f", {exact(keys)} = all keys alike" if keys else ""
     alike = f", {weight(gradient)} = all keys alike" if gradient else ""
@@ -250,16 +283,23 @@ class _Statistic:
     thresholds: tuple[float, ...]  # from ▂ upwards
     falling: bool = False  # taller means smaller
     by: str = ""  # what the thresholds compare, if not the value itself
+    opposite: tuple[float, str, str] | None = None  # ▽ beyond it; its words, and those for ·
 
 
 def _percent(x: float | None) -> str:
     return share(x).removesuffix(" %")
 
 
-_VARIANCE = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+_VARIANCE = _Statistic(
+    "Score variance after scaling",
+    ("theory", "after"),
+    number,
+    (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
+    opposite=(0.5, "below ½", "½ to 2"),
+)
 STATISTICS = {
-    "after": _Statistic("Score variance after scaling", ("theory", "after"), number, _VARIANCE),
-    "within": _Statistic("Score variance within rows", ("theory", "after"), number, _VARIANCE),
+    "after": _VARIANCE,
+    "within": replace(_VARIANCE, title="Score variance within rows"),
     "keys": _Statistic(
         "Effective keys",
         ("all alike", "uniform_keys"),
@@ -293,7 +333,22 @@ STATISTICS = {
         weight,
         (0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.99),
     ),
+    "induction": _Statistic(
+        "Weight after the same token",
+        ("chance", "induction"),
+        weight,
+        (0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.99),
+    ),
+    "excess": _Statistic(
+        "Entropy beyond width, nats",
+        ("theory", "excess"),
+        number,
+        (-0.2, -0.5, -1.0, -2.0),
+        falling=True,
+        opposite=(0.2, "above .2", "−.2 to .2"),
+    ),
 }
+IN_PARTS = ("induction", "excess")  # not in every audit
 _GLYPHS = "·▂▃▄▅▆▇█"
 # By level from −1, the glyph's colour and the number's weight.
 _LEVEL_STYLES = (
@@ -310,10 +365,12 @@ def _level(show: str, head: Doc) -> int | None:
     value: float | None = head.get(statistic.by or show)
     if value is None:
         return None
+    if statistic.opposite:
+        limit, *_ = statistic.opposite
+        if value > limit if statistic.falling else value < limit:
+            return -1
     if statistic.falling:
         return sum(value < t for t in statistic.thresholds)
-    if statistic.thresholds is _VARIANCE and value < 0.5:
-        return -1
     return sum(value >= t for t in statistic.thresholds)
 
 
@@ -380,9 +437,13 @@ def _grid_legend(page: Page, show: str, start: str) -> None:
     """What the marks mean."""
     statistic = STATISTICS[show]
     percent = statistic.text is _percent
-    limits = [_percent(t) if percent else f"{t:g}".lstrip("0") for t in statistic.thresholds]
-    if statistic.thresholds is _VARIANCE:
-        parts: list[Part] = [start, _mark(-1), " below ½   ", _mark(0), " ½ to 2"]
+    limits = [
+        _percent(t) if percent else f"{t:g}".replace("0.", ".").replace("-", "−")
+        for t in statistic.thresholds
+    ]
+    if statistic.opposite:
+        _, beyond, between = statistic.opposite
+        parts: list[Part] = [start, _mark(-1), f" {beyond}   ", _mark(0), f" {between}"]
     else:
         of = "H/ln n " if statistic.by else ""
         parts = [start, _mark(0), f" {of}{'from' if statistic.falling else 'under'} {limits[0]}"]
@@ -472,8 +533,8 @@ def _grid_row(
 
 def _picks(heads: Sequence[Doc], chance: Doc) -> list[tuple[Doc, str]]:
     """At most eight heads with one reason each, widest first: the widest two, the most saturated
-    two, the strongest previous/next/itself (over chance), the strongest sink, the flattest, and
-    the farthest from its layer's median among layers not yet named."""
+    two, the strongest previous/next/itself (over chance), the strongest induction head and sink,
+    the flattest, and the farthest from its layer's median among layers not yet named."""
     picks: list[tuple[Doc, str]] = []
 
     def new(key: str, least: float = -math.inf) -> list[Doc]:
@@ -500,6 +561,14 @@ def _picks(heads: Sequence[Doc], chance: Doc) -> list[tuple[Doc, str]]:
         for i, head in enumerate(new(key, least=0.5))
     ]
     picks += [(head, reason) for *_, head, reason in sorted(roles, key=lambda r: -r[0])[:1]]
+    inducing = [
+        (role["mass"], head)
+        for head in new("after")
+        for role in (head.get("roles") or {}).get("called", ())
+        if role["name"] == "induction"
+    ]
+    for mass, head in sorted(inducing, key=lambda found: -found[0])[:1]:
+        picks.append((head, f"after the same token {weight(mass)}"))
     # Sinks that read the same to two digits are equally strong: then the wider one.
     sinks = sorted(
         new("first", least=0.3), key=lambda h: (-round(h["first"], 2), -(h["after"] or 0))
@@ -517,7 +586,7 @@ def _picks(heads: Sequence[Doc], chance: Doc) -> list[tuple[Doc, str]]:
                 reason = f"{ratio:.2g} × its layer's median"
                 apart.append((abs(math.log2(ratio)), head, reason))
     farthest = max(apart, key=lambda found: found[0], default=None)
-    if farthest and farthest[0] >= 1:
+    if farthest and farthest[0] >= 1 and len(picks) < PICKS:
         picks.append(farthest[1:])
     return sorted(picks, key=lambda pick: -(pick[0].get("after") or 0))
 

@@ -29,6 +29,17 @@ def number(x: float | None) -> str:
     return "−" + text if x < 0 else text
 
 
+def small(x: float | None) -> str:
+    """As :func:`number`, but what is near zero keeps its digits: ``2.1e−7``.
+
+    >>> [small(x) for x in (0.31, 2.1e-7, 0, None)]
+    ['0.31', '2.1e−7', '0', '–']
+    """
+    if x is None or not 0 < abs(x) < 0.005:
+        return number(x)
+    return f"{x:.1e}".replace("e-0", "e−").replace("-", "−")
+
+
 def whole(x: float | None) -> str:
     """A large quantity in units: ``1,245``, ``<1`` between 0 and a half; else as :func:`number`.
 

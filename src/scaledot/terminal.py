@@ -14,13 +14,15 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from scaledot.check_table import check_text, print_check
-from scaledot.head_table import STATISTICS, head_label, print_statistics, print_table
-from scaledot.numerals import count, counted, fraction, number, ranges, seconds, size
-from scaledot.screen import Page, Part, console, pad, point, printed, progress, wrap, wrap_command
+from scaledot.head_file import print_head, print_measures
+from scaledot.head_table import STATISTICS, NotHereError, head_label, print_statistics
+from scaledot.numerals import count, counted, ranges, seconds, size
+from scaledot.screen import Page, Part, console, pad, printed, progress, wrap, wrap_command
 from scaledot.trace_table import print_trace, trace_html, trace_text
 
 __all__ = [
     "STATISTICS",
+    "NotHereError",
     "audit_text",
     "check_text",
     "console",
@@ -56,20 +58,21 @@ def print_audit(
     instead. ``layers`` narrows the heads shown. ``next_commands`` are (command, what it shows)
     pairs; ``wrote`` is the saved file's (path, bytes).
 
-    Raises: ValueError if there is no such head or statistic.
+    Raises: NotHereError, a ValueError, if there is no such head or statistic.
     """
     heads = [h for h in doc["heads"] if layers is None or h["layer"] in layers]
     findings: Sequence[Doc] = doc.get("findings", ())
     one = [h for h in doc["heads"] if head and (h["layer"], h["head"]) == tuple(head)]
     if head and not one:
         ends = (ranges(sorted({h[axis] for h in doc["heads"]})) for axis in ("layer", "head"))
-        raise ValueError("no head {}.{}: this audit has layers {}, heads {}".format(*head, *ends))
+        raise NotHereError("no head {}.{}: this audit has layers {}, heads {}".format(*head, *ends))
     with Page(console) as page:
         page.title("audit", doc["model"]["name"], f"head {head_label(one[0])}" if one else "")
         _header(page, doc)
         if one:
-            _one_head(page, doc, one[0])
+            print_head(page, doc, one[0])
             _findings(page, [f for f in findings if list(head or ()) in map(list, f["heads"])])
+            print_measures(page, doc, one[0])
         else:
             print_statistics(page, doc, heads, show, table, legend=True)
             _findings(page, findings)
@@ -144,6 +147,8 @@ def _scales(doc: Doc) -> list[list[str]]:
             config = "config says nothing"
         elif math.isclose(configured, scale["scale"], rel_tol=1e-3):
             config = "config agrees"
+            if "beforehand" in (scale.get("configured_from") or ""):
+                config = "as configured: q carries its scale beforehand"
         else:
             config = f"config gives {configured:.4g}"
         read = f"read from the {scale['read_from']}; {config}"
@@ -167,7 +172,11 @@ def _kinds(layers: Sequence[Doc]) -> dict[str, list[int]]:
 
 
 def _text(text: Doc) -> list[str | None]:
-    sees = {"causal": "causal", "mixed": "some layers causal"}.get(text["attention"])
+    sees = {
+        "causal": "causal",
+        "mixed": "some layers causal",
+        "masked": "some keys hidden",
+    }.get(text["attention"])
     if not sees:
         whole_text = f"all {text['tokens']}" if text["windows"] == 1 else "its whole window"
         sees = f"every token sees {whole_text}"
@@ -179,109 +188,6 @@ def _text(text: Doc) -> list[str | None]:
         f"{counted(text['scores'], 'score')} a head",
         f"{counted(text['skipped'], 'text')} skipped" if text.get("skipped") else None,
     ]
-
-
-# One head
-
-
-# Measures from 0 to 1, whose ends are never reached by rounding.
-_SHARES = {"normalised_entropy", "collision", "jacobian_trace", "sink_mass"}
-
-
-def _one_head(page: Page, doc: Doc, head: Doc) -> None:
-    layer: Doc = next((one for one in doc["layers"] if one["index"] == head["layer"]), {})
-    rows = head["rows"]
-    page.field(
-        "layer",
-        [
-            layer.get("path"),
-            "causal" if layer.get("causal") else layer.get("kind"),
-            f"kv head {head['kv_head']}" if layer.get("kv_heads") != layer.get("heads") else None,
-            f"× {layer['scale']:.4g}" if layer.get("scale") else None,
-        ],
-    )
-    named = (("empty", "empty"), ("nonfinite", "non-finite"), ("padding", "padding"))
-    page.field(
-        "rows",
-        [
-            count(rows["total"]),
-            *(f"{count(rows[key])} {name}" for key, name in named),
-            f"{count(rows['single'])} with a single key",
-        ],
-    )
-    page.line()
-    print_table(page, doc, [head])
-    if head.get("moments"):
-        _measures(page, doc, head)
-
-
-def _measures(page: Page, doc: Doc, head: Doc) -> None:
-    """Every measure over the rows: moments exact, quantiles as fine as the histogram's bins."""
-    widths = {"mean": 9, "sd": 9, "min": 9, "max": 9, "5 %": 9, "median": 9, "95 %": 9, "±": 8}
-    spark, name_width = 14, max(map(len, head["moments"])) + 2
-    for name in ("5 %", "95 %", "min", "max", "sd", "±", "spark"):
-        if name_width + sum(widths.values()) + 3 + spark <= page.width:
-            break
-        spark = -3 if name == "spark" else spark
-        widths.pop(name, None)
-    heading = "".join(name.rjust(width) for name, width in widths.items())
-    page.line(
-        ("  measure".ljust(name_width) + heading, "bold"), "   over rows" if spark > 0 else ""
-    )
-    for name, moments in head["moments"].items():
-        histogram = head["histograms"].get(name, {"first": 0, "counts": []})
-        quantiles, bars = _quantiles(doc["edges"].get(name, ()), histogram, moments)
-        values = moments | quantiles
-        cells = [_full(page, values.get(key), name, width) for key, width in widths.items()]
-        drawn = f"   {_spark(bars, spark)}" if spark > 0 else ""
-        page.line((f"  {name}".ljust(name_width), "cyan"), "".join(cells), drawn)
-    page.line()
-    quantiles_shown = ", ".join(name for name in ("5 %", "median", "95 %") if name in widths)
-    right = ", right to ±" if "±" in widths else ""
-    note = f"{quantiles_shown}: the middle of a histogram's bin{right}; the rest is exact"
-    page.text(["  "], note, 2, "dim")
-    page.line()
-
-
-def _full(page: Page, x: float | None, measure: str, width: int) -> str:
-    """A number of a head in full: here small ones are worth their digits, ``1.6e−4``."""
-    text = fraction(x) if measure in _SHARES else number(x)
-    if x is not None and 0 < abs(x) < 0.005:
-        text = f"{x:.1e}".replace("e-0", "e−").replace("-", "−")
-    return point(page.say(text), width)
-
-
-def _quantiles(
-    edges: Sequence[float | None], histogram: Doc, moments: Doc
-) -> tuple[dict[str, float], list[int]]:
-    """The quantiles with their largest half bin as ``±``, and the counts."""
-    counts, first = histogram["counts"], histogram["first"]
-    low = -math.inf if moments["min"] is None else moments["min"]
-    high = math.inf if moments["max"] is None else moments["max"]
-    total = sum(counts)
-    result: dict[str, float] = {}
-    for name, q in (("5 %", 0.05), ("median", 0.5), ("95 %", 0.95)):
-        seen = 0
-        for i, n in enumerate(counts):
-            seen += n
-            if n and seen >= q * total:
-                # Open ends and what no row reached are cut off.
-                left, right = (
-                    end if edge is None or not math.isfinite(edge) else min(max(edge, low), high)
-                    for edge, end in ((edges[first + i], low), (edges[first + i + 1], high))
-                )
-                result[name] = (left + right) / 2
-                result["±"] = max(result.get("±", 0.0), (right - left) / 2)
-                break
-    return result, counts
-
-
-def _spark(counts: Sequence[int], width: int) -> str:
-    """A histogram of at most that many cells, none so full that it meets the row above."""
-    size = max(math.ceil(len(counts) / width), 1)
-    sums = [sum(counts[i : i + size]) for i in range(0, len(counts), size)]
-    top = max(sums, default=0)
-    return "".join(" ▁▂▃▄▅▆▇"[max(round(7 * n / top), 1) if n else 0] for n in sums)
 
 
 # Findings and what to do next
