@@ -29,7 +29,8 @@ def draw(path: Path, width: int = 96) -> None:
     report = scaledot.audit(sample.model, sample.tokenizer, sample_text(), name=sample.name)
     screen = terminal.console(color="always", width=width)
     screen.file, screen.record = io.StringIO(), True
-    terminal.print_audit(screen, document.audit_document(report))
+    commands = {"audit": "scaledot audit audit.json", "trace": "scaledot trace"}
+    terminal.print_audit(screen, document.audit_document(report, commands))
     svg = screen.export_svg(title="scaledot audit", theme=DARK)
     # Rich's own font would be fetched from a network.
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S)
