@@ -916,9 +916,9 @@ def observe(
     layers: keep these only, by module path or by position in `seen.heads`.
     last: keep the last calls of each only.
     keep_bytes: what may be kept.
-    full: also measure what takes passes of its own over q and k: other scales (whatif.sweep);
-    local, delimiter, duplicate and induction mass (roles.roles); the spread of attended values. It
-    takes about the time of another attention.
+    full: also measure what takes more work on q and k: other scales (whatif.sweep); local,
+    delimiter, duplicate and induction mass (roles.roles); the spread of attended values. It takes
+    about the time of another attention.
     delimiters: ids of tokens that divide the text, as `roles.delimiters(tokenizer)` gives them.
     gradients: backward adds the row measures "transmission" (`heads.transmission_of`) and
     "gradient_norm", ‖∂/∂q‖ of the loss as it is scaled, to the statistics of the path whose forward
