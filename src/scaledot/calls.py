@@ -332,7 +332,7 @@ def _further(
     features = features_of(p, seen, frames, delimiters) if ridden is None else ridden.features
     means: dict[str, Tensor] = {}
     if ridden is not None:
-        swept = whatif.sweep_from(p, seen, rows, ridden.octaves)
+        swept = whatif.sweep(p, seen, rows, ridden.octaves)
         means = dict(zip(ridden.features.names, ridden.means.unbind(-1), strict=True))
     elif features is not None:
         swept, weighed = whatif.sweep_and_weigh(p, seen, rows, features.columns)

@@ -54,14 +54,18 @@ def _marks(d_k: int, scale: float) -> dict[str, float]:
 
 
 def sweep(
-    problem: Problem, seen: Visibility, rows: RowStats
+    problem: Problem,
+    seen: Visibility,
+    rows: RowStats,
+    known: Mapping[int, RowStats] | None = None,
 ) -> dict[str, Float[Tensor, "batch heads queries"]]:
     """What every row would be at octaves of the applied scale, as row measures.
 
     "whatif.entropy.e", "whatif.normalised_entropy.e" and "whatif.top_margin.e" for each e of
     `exponents`, at the scale · 2^e; e = 0 is `rows` itself. Nats, shares and nats as in `RowStats`;
     the sink counts as an outcome, as there. NaN for empty and non-finite rows, and but for entropy
-    for rows that see one key. It holds for fixed q and k only.
+    for rows that see one key. It holds for fixed q and k only. known: rows of octaves that another
+    pass has found.
 
     The factor multiplies ⟨q,k⟩·scale before any soft-cap; sinks and additive masks stay as they
     are. Exact in every case. Cost: two statistics-only passes of the kernel of `rows` (one takes 4
@@ -77,14 +81,7 @@ def sweep(
     >>> found["whatif.entropy.-3"].shape
     torch.Size([1, 4, 8])
     """
-    return _sweep(problem, seen, rows, None, {})[0]
-
-
-def sweep_from(
-    problem: Problem, seen: Visibility, rows: RowStats, known: Mapping[int, RowStats]
-) -> dict[str, Float[Tensor, "batch heads queries"]]:
-    """`sweep`, where the rows of some octaves are known."""
-    return _sweep(problem, seen, rows, None, known)[0]
+    return _sweep(problem, seen, rows, None, known or {})[0]
 
 
 def sweep_and_weigh(
