@@ -28,6 +28,7 @@ from scaledot.roles import (
     sums,
     vocabulary,
     weight_at,
+    weighted,
 )
 from scaledot.stages import trace
 
@@ -176,8 +177,14 @@ def full(q, k, attn_mask=None, is_causal=False, self_attention=True, tokens=TOKE
     window = arguments.pop("window", None)
     problem = checks.problem(q, k, None, enable_gqa=True, **arguments)
     seen = resolve(problem, attn_mask, is_causal, window)
-    return roles(problem, seen, rows, self_attention=self_attention, tokens=tokens,
-                 delimiters=marks, columns=columns)  # fmt: skip
+    found = roles(problem, seen, rows, self_attention=self_attention, tokens=tokens,
+                  delimiters=marks)  # fmt: skip
+    with torch.autocast("cpu", enabled=False):
+        for name, column in (columns or {}).items():
+            column = column[..., None].to(rows.lse.dtype)
+            mean = weighted(problem, seen, column, kernel=rows.kernel)[..., 0]
+            found[name] = mean.masked_fill(rows.empty, float("nan"))
+    return found
 
 
 def oracle(t, tokens, real, text, columns=None):

@@ -130,7 +130,6 @@ def roles(
     self_attention: bool,
     tokens: Int[Tensor, "#batch length"] | None = None,
     delimiters: Int[Tensor, " ids"] | None = None,
-    columns: Mapping[str, Float[Tensor, "batch kv_or_1 keys"]] | None = None,
     delimiter_mass: Float[Tensor, "batch heads queries"] | None = None,
 ) -> dict[str, Float[Tensor, "batch heads queries"]]:
     """What takes passes of its own: masses by distance and by token, and mean distance.
@@ -140,16 +139,16 @@ def roles(
     keys: "delimiter", mass on the ids in `delimiters`; "duplicate", on earlier keys of the query's
     own token; "induction", on earlier keys that followed such a token, a real one of the same text.
     Each has "chance.NAME" beside it, on the same rows. Masses are 0 … 1 of all outcomes, a sink's
-    included. `columns` are features of keys, returned by their names as Σ p·column, without chance.
+    included.
     `delimiter_mass` is that mass, where another pass has weighed it.
 
-    NaN where no visible key counts, or every one does; "distance" where one key is visible, and a
-    column in an empty row. A padded key never counts. Tokens that are not (batch, keys), or fewer
+    NaN where no visible key counts, or every one does; "distance" where one key is visible.
+    A padded key never counts. Tokens that are not (batch, keys), or fewer
     queries than keys, as with a cache: the measures of tokens are left out.
 
-    Cost: delimiter and columns one pass over the keys together; distance one more unless causal;
-    local O(n·W·d); duplicate and induction O(d) a pair of equal tokens, in text about a tenth of a
-    pass. A mask that is a tensor is read twice for chance. Source: docs/maths.md#roles.
+    Cost: delimiter one pass over the keys, none where its mass is given; distance one more unless
+    causal; local O(n·W·d); duplicate and induction O(d) a pair of equal tokens, in text about a
+    tenth of a pass. A mask that is a tensor is read twice for chance. Source: docs/maths.md#roles.
     """
     if 0 in seen.shape:
         return {}
@@ -160,7 +159,8 @@ def roles(
         tokens = tokens.expand(batch, -1) if known else None
     result: dict[str, Tensor] = {}
     with torch.autocast(problem.query.device.type, enabled=False):
-        result |= _columns(problem, seen, rows, tokens, delimiters, columns, delimiter_mass)
+        if tokens is not None and delimiters is not None:
+            result |= _delimiter(problem, seen, rows, tokens, delimiters, delimiter_mass)
         if self_attention:
             for w in WINDOWS:
                 result |= _local(problem, seen, rows, w)
@@ -297,32 +297,15 @@ def _mass(part: RowStats, rows: RowStats) -> Tensor:
     return (part.lse - rows.lse).exp()
 
 
-def _columns(
-    problem: Problem, seen: Visibility, rows: RowStats, tokens: Tensor | None,
-    delimiters: Tensor | None, columns: Mapping[str, Tensor] | None,
-    delimiter_mass: Tensor | None,
+def _delimiter(
+    problem: Problem, seen: Visibility, rows: RowStats, tokens: Tensor, delimiters: Tensor,
+    mass: Tensor | None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    features = dict(columns or {})
-    chosen = None
-    if tokens is not None and delimiters is not None:
-        chosen = marked(tokens, delimiters)
-        if delimiter_mass is None:
-            features["delimiter"] = chosen.to(rows.lse.dtype)
-    result: dict[str, Tensor] = {}
-    if features:
-        shape = (*problem.key.shape[:3], len(features))
-        stacked = torch.empty(shape, dtype=rows.lse.dtype, device=rows.lse.device)
-        for place, column in enumerate(features.values()):
-            stacked[..., place] = column
-        means = weighted(problem, seen, stacked, kernel=rows.kernel)
-        found = dict(zip(features, means.unbind(-1), strict=True))
-        empty = rows.visible == 0
-        result = {name: found[name].masked_fill(empty, math.nan) for name in columns or {}}
-        delimiter_mass = found.get("delimiter", delimiter_mass)
-    if chosen is not None and delimiter_mass is not None:
-        count = sums(seen, chosen[:, 0, :, None].double())[..., 0]
-        result |= _share("delimiter", delimiter_mass, count, rows)
-    return result
+    chosen = marked(tokens, delimiters)
+    if mass is None:
+        column = chosen[..., None].to(rows.lse.dtype)
+        mass = weighted(problem, seen, column, kernel=rows.kernel)[..., 0]
+    return _share("delimiter", mass, sums(seen, chosen[:, 0, :, None].double())[..., 0], rows)
 
 
 def marked(
