@@ -251,7 +251,7 @@ def test_hostile_text_is_shown_not_obeyed(capfd):
 def test_ctrl_c_keeps_what_is_done_and_says_so(capfd, here, monkeypatch):
     from scaledot import auditing
 
-    windows = auditing._windows
+    windows = auditing.windows_of
 
     def interrupted(*args):
         class Stop(dict):
@@ -261,7 +261,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_so(capfd, here, monkeypatch):
         found = list(windows(*args))
         return [*found[:2], Stop(found[2])]
 
-    monkeypatch.setattr(auditing, "_windows", interrupted)
+    monkeypatch.setattr(auditing, "windows_of", interrupted)
     code, out, err = scaledot(capfd, "audit")
     assert code == 130
     assert "Stopped after 2 of 3 windows. The table is exact for those 512 tokens." in err

@@ -5,12 +5,11 @@ Each window of text is one forward pass under `observe`; head statistics are kep
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,11 +21,20 @@ from scaledot import heads as head_stats
 from scaledot.diagnose import findings
 from scaledot.findings import Finding, Head, Layer, heads_of
 from scaledot.heads import SATURATED, HeadStats
-from scaledot.leakage import Leak, document_leak, future_leak, resting
+from scaledot.leakage import resting
 from scaledot.mask_check import MaskFacts
 from scaledot.observation import observe
-from scaledot.roles import delimiters, prefix_matching, repeated, vocabulary
+from scaledot.roles import delimiters
 from scaledot.scales import of_call
+from scaledot.trials import Trials, try_out
+from scaledot.windows import (
+    arguments,
+    config_number,
+    context_of,
+    encode,
+    has_vocabulary,
+    windows_of,
+)
 
 SEED = 20260714
 
@@ -129,7 +137,7 @@ def audit(
             'the text is empty: pass --text "…" or --file PATH (- is standard input)'
         )
     limit = context or context_of(model, tokenizer)
-    windows = list(_windows(texts, tokenizer, limit, max_tokens))
+    windows = list(windows_of(texts, tokenizer, limit, max_tokens))
     reads = getattr(model, "main_input_name", "input_ids")
     if reads not in windows[0] and reads != "input_ids":
         raise ScaledotError(
@@ -146,12 +154,12 @@ def audit(
     calls: dict[str, Any] = {}
     unobserved: list[str] = []
     masks: dict[str, MaskFacts] = {}
-    trials = _Trials()
-    marks = delimiters(tokenizer) if not quick and _has_vocabulary(tokenizer) else None
+    trials = Trials()
+    marks = delimiters(tokenizer) if not quick and has_vocabulary(tokenizer) else None
     try:
         with resting(model), observe(model, full=not quick, delimiters=marks) as seen:
             for window in windows:
-                model(**_arguments(model, window, device))
+                model(**arguments(model, window, device))
                 kept, calls, masks = dict(seen.heads), dict(seen.calls), dict(seen.masks)
                 done, tokens = done + 1, tokens + window["input_ids"].numel()
                 if on_progress is not None:
@@ -159,13 +167,13 @@ def audit(
             unobserved = list(seen.unobserved)
         if not quick and any(call.kind == "self" for call in calls.values()):
             window = max(windows, key=lambda w: w["input_ids"].shape[-1])
-            trials = _try_out(model, tokenizer, window, limit, device, masks)
+            trials = try_out(model, tokenizer, window, limit, device, masks)
     except KeyboardInterrupt:
         if not kept:
             raise
         complete = False
         if done == len(windows):
-            trials = _Trials(untried=(("a token changed", "not tried: stopped before it"),))
+            trials = Trials(untried=(("a token changed", "not tried: stopped before it"),))
     seconds = time.perf_counter() - started
 
     config = getattr(model, "config", None)
@@ -182,7 +190,7 @@ def audit(
         for x in places
         for h in heads_of(kept[x.path], x.index)
     ]
-    d_model = _field(config, "hidden_size", "d_model", "n_embd")
+    d_model = config_number(config, "hidden_size", "d_model", "n_embd")
     found, clear = findings(heads, places, d_model, masks, trials.leaks)
     clear += trials.untried
     stats = {x.path: kept[x.path] for x in places}
@@ -228,157 +236,6 @@ def audit(
         stats=stats,
         complete=complete,
     )
-
-
-TRIED = 32
-"""Tokens of the text in which one is changed."""
-REPEATED = 32
-"""Random tokens that are said four times."""
-
-
-@dataclass(frozen=True)
-class _Trials:
-    """What a causal model did on inputs made for it. matched: {path: {head: (score, chance)}}.
-    untried: what could not be asked of it, and why."""
-
-    leaks: tuple[Leak, ...] = ()
-    untried: tuple[tuple[str, str], ...] = ()
-    matched: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
-
-
-def _try_out(
-    model: Any, tokenizer: Any, window: Mapping[str, Tensor], context: int | None,
-    device: torch.device, masks: Mapping[str, MaskFacts],
-) -> _Trials:  # fmt: skip
-    """Does changing a token move what stands before it, or another document? Do heads match
-    prefixes? What a model cannot be asked is left out."""
-    causal = any(facts.causal for facts in masks.values())
-    length = window["input_ids"].shape[-1]
-    part = {k: v[..., :TRIED] if v.shape[-1] == length else v for k, v in window.items()}
-    given, ids = _arguments(model, part, device), part["input_ids"][0].tolist()
-    half = len(ids) // 2
-    leaks: list[Leak] = []
-    untried: list[tuple[str, str]] = []
-    tries: list[tuple[str, Callable[[], Leak]]] = []
-    if length > 1:
-        tries.append(("a token changed", lambda: future_leak(model, given)))
-    packs = "position_ids" in inspect.signature(model.forward).parameters
-    if causal and packs and half > 1 and "decoder_input_ids" not in given:
-        documents = [ids[:half], ids[half:]]
-        tries.append(("a document changed", lambda: document_leak(model, documents)))
-    for name, ask in tries:
-        try:
-            leaks.append(ask())
-        except (ScaledotError, RuntimeError, ValueError, TypeError, IndexError) as error:
-            untried.append((name, f"not tried: {' '.join(str(error).split())[:80]}"))
-    matched: dict[str, dict[int, tuple[float, float]]] = {}
-    words = vocabulary(tokenizer) if _has_vocabulary(tokenizer) else torch.empty(0)
-    size = min(REPEATED, (context or 4 * REPEATED) // 4, len(words))
-    if causal and size > 1 and "decoder_input_ids" not in given:
-        said = repeated(words, length=size, seed=SEED)
-        with resting(model), observe(model, full=True) as seen:
-            model(**_arguments(model, {"input_ids": said}, device))
-        for path, stats in seen.heads.items():
-            if "induction" in stats.measures:
-                each = zip(*(x.tolist() for x in prefix_matching(stats)), strict=True)
-                matched[path] = dict(enumerate(each))
-    return _Trials(tuple(leaks), tuple(untried), matched)
-
-
-def _has_vocabulary(tokenizer: Any) -> bool:
-    return hasattr(tokenizer, "get_vocab") and hasattr(tokenizer, "batch_decode")
-
-
-def context_of(model: Any, tokenizer: Any) -> int | None:
-    """Tokens a model takes at once, by its configuration and tokenizer; None if neither says."""
-    config = getattr(model, "config", None)
-    sizes = [
-        _field(config, "max_position_embeddings", "n_positions", "max_target_positions"),
-        getattr(tokenizer, "model_max_length", None),
-    ]
-    known = [int(s) for s in sizes if s and 0 < s < 10**9]
-    return min(known) if known else None
-
-
-def _windows(
-    texts: Sequence[str], tokenizer: Any, context: int | None, max_tokens: int | None
-) -> Iterator[dict[str, Tensor]]:
-    """Model inputs of batch 1, each within the context, until max_tokens are used up."""
-    left = math.inf if max_tokens is None else max_tokens
-    for text in texts:
-        if not text.strip():
-            continue
-        for window in _encode(text, tokenizer, context):
-            if left <= 0:
-                return
-            length = window["input_ids"].shape[-1]
-            if length > left:
-                window = {
-                    k: v[..., : int(left)] if v.shape[-1] == length else v
-                    for k, v in window.items()
-                }
-            left -= length
-            yield window
-
-
-def _encode(text: str, tokenizer: Any, context: int | None) -> list[dict[str, Tensor]]:
-    if not hasattr(tokenizer, "num_special_tokens_to_add"):
-        given = tokenizer(text)
-        ids = given.get("input_ids") if isinstance(given, Mapping) else None
-        if not isinstance(ids, Tensor) or ids.dim() != 2:
-            raise ScaledotError(
-                "the tokenizer gave no input_ids, a tensor (1, length): an audit reads text; "
-                "observe(model) takes any inputs"
-            )
-        window = dict(given)
-        length = window["input_ids"].shape[-1]
-        step = context or length
-        return [
-            {k: v[..., i : i + step] if v.shape[-1] == length else v for k, v in window.items()}
-            for i in range(0, length, step)
-        ]
-    ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
-    extra = tokenizer.num_special_tokens_to_add()
-    step = max((context or len(ids) + extra) - extra, 1)
-    pieces = [ids[i : i + step] for i in range(0, len(ids), step)]
-    if len(pieces) <= 1:
-        # The whole text goes through the tokenizer's own call, with whatever it adds.
-        return [{k: v for k, v in tokenizer(text, return_tensors="pt").items() if _is_input(k)}]
-    return [{"input_ids": torch.tensor([_wrap(tokenizer, piece)])} for piece in pieces if piece]
-
-
-def _is_input(name: str) -> bool:
-    return name in ("input_ids", "attention_mask", "token_type_ids")
-
-
-def _wrap(tokenizer: Any, ids: list[int]) -> list[int]:
-    """A window with the special tokens that the tokenizer puts around a text."""
-    if not tokenizer.num_special_tokens_to_add():
-        return ids
-    around = tokenizer("", add_special_tokens=True)["input_ids"]
-    prefix = around[: len(around) // 2 or 1]
-    # "[CLS] [SEP]" goes around, "<s>" before, "</s>" after.
-    if len(around) == 1 and around[0] == tokenizer.eos_token_id != tokenizer.bos_token_id:
-        prefix = []
-    return prefix + ids + around[len(prefix) :]
-
-
-def _arguments(model: Any, window: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
-    """A window as the model's keyword arguments, without a cache and only what it takes."""
-    accepted = inspect.signature(model.forward).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    given: dict[str, Any] = {
-        k: v.to(device)
-        for k, v in window.items()
-        if k in accepted or (anything and k == "input_ids")
-    }
-    if "use_cache" in accepted:
-        given["use_cache"] = False
-    if "decoder_input_ids" in accepted and "input_ids" in given:
-        ids = given["input_ids"]
-        start = _field(model.config, "decoder_start_token_id", "bos_token_id", "pad_token_id") or 0
-        given["decoder_input_ids"] = torch.cat([ids.new_full((1, 1), start), ids[:, :-1]], 1)
-    return given
 
 
 def _layers(calls: Mapping[str, Any], stats: Mapping[str, HeadStats], model: Any) -> list[Layer]:
@@ -437,14 +294,6 @@ def _architecture(model: Any, layers: Sequence[Layer], masks: Mapping[str, MaskF
 def _name(model: Any) -> str:
     path = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
     return os.path.basename(os.path.normpath(path)) if path else type(model).__name__
-
-
-def _field(config: Any, *names: str) -> int | None:
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int):
-            return value
-    return None
 
 
 def _version(package: str) -> str | None:
@@ -531,11 +380,11 @@ def trace_head(
             "the text is empty: pass a sentence or --file PATH (- is standard input)"
         )
     context = min(context_of(model, tokenizer) or max_tokens, max_tokens)
-    windows = _encode(text, tokenizer, context)
+    windows = encode(text, tokenizer, context)
     window = windows[0]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with observe(model, keep="qk", layers=[layer]) as seen, torch.no_grad():
-        model(**_arguments(model, window, device))
+        model(**arguments(model, window, device))
     paths = list(seen.heads)
     if not 0 <= layer < len(paths):
         raise ScaledotError(f"no layer {layer}: this model has layers 0 to {len(paths) - 1}")
