@@ -1,7 +1,8 @@
 """One attention as a model computed it: its inputs, what each query saw, and what that adds up to.
 
 `Attended` holds a call; `weights` rebuilds any tile of its weights from lse; `statistics` sums it
-up by heads, without padding; `describe` says how the module was called.
+up by heads, without padding; `ride` computes one together with what a full observation asks of its
+pass; `describe` says how the module was called.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Profile:
-    """One head in full. prefix_matching: (score, chance) on repeated random tokens, where tried."""
+    """One head in full; width, whatif and precision are None where they were not measured."""
 
     width: Width | None
     whatif: whatif.WhatIf | None
