@@ -55,9 +55,9 @@ CALLS = {
         "query is on cpu, key on meta: move them to one device",
     ),
     "two numbers of axes": (
-        (q(), q(3, 5, 7), q(3, 5, 7)),
+        (q(), q(5, 7), q(5, 7)),
         {},
-        "query has 4 dimensions, key has 3: they must be equal",
+        "query has 4 dimensions, key has 2: they must be equal, or each at least 3",
     ),
     "two d_k": (
         (q(2, 3, 5, 64), q(2, 3, 5, 32), q()),

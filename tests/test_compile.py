@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 
 from oracle import inputs, masks
-from scaledot import ScaledotError, graph_route, observe, operators
+from scaledot import (
+    MultiheadAttention,
+    ScaledotError,
+    dispatch,
+    graph_route,
+    multihead,
+    observe,
+    operators,
+    torch_route,
+)  # fmt: skip
 from scaledot.checks import problem
 from scaledot.dispatch import attention
 from scaledot.kernels import Terms
@@ -432,3 +441,77 @@ def test_a_graph_that_runs_all_the_same_says_that_it_is_not_seen():
             pytest.raises(ScaledotError, match="no gradients are seen"),
         ):
             run(**BATCH)
+
+
+@pytest.mark.parametrize("kind", ["causal", "padding", "float padding"])
+def test_multihead_attention(kind, monkeypatch):
+    # The one that `_traceable` put in place.
+    monkeypatch.setitem(torch_route._REPLACEMENTS, multihead.attend, torch_route._multihead)
+    ours = MultiheadAttention(12, 3, batch_first=True, num_kv_heads=1, qk_norm=True)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 5, 12)
+    padding = torch.arange(5) > torch.tensor([[2], [4]])
+    given = {
+        "causal": {"is_causal": True},
+        "padding": {"key_padding_mask": padding},
+        "float padding": {"key_padding_mask": torch.where(padding, -torch.inf, 0.0)},
+    }[kind]
+    (out, _, rows), (plain, _, exact) = (
+        m(x, x, x, **given, return_stats=True) for m in (compiled, ours)
+    )
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(rows.entropy, exact.entropy)
+    parameters = list(ours.parameters())
+    grads = (torch.autograd.grad(y.square().sum(), parameters) for y in (out, plain))
+    torch.testing.assert_close(*grads)
+    measures = []
+    for module in (compiled, ours):
+        with observe(module) as seen:
+            torch.testing.assert_close(module(x, x, x, **given)[0], plain)
+        measures.append(seen.heads["MultiheadAttention"].measures["entropy"])
+    assert measures[0].count.equal(measures[1].count)
+    torch.testing.assert_close(measures[0].mean, measures[1].mean)
+
+
+class Own(torch.nn.Module):
+    """Calls scaledot.attention itself."""
+
+    def __init__(self, **arguments):
+        super().__init__()
+        self.project, self.arguments = torch.nn.Linear(8, 24), arguments
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return attention(q, k, v, **self.arguments).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("arguments", [
+    {"is_causal": True}, {"window": 3, "kernel": "tiled"},
+    {"attn_mask": Mask(window=(2, -1)), "is_causal": "top_left", "window": (-1, 4), "softcap": 2.0},
+], ids=str)  # fmt: skip
+def test_attention_is_observed_inside_a_graph(way, arguments, monkeypatch):
+    # The one that `_traceable` put in place.
+    monkeypatch.setitem(torch_route._REPLACEMENTS, dispatch.attention, torch_route._attention)
+    monkeypatch.setitem(globals(), "attention", dispatch.attention)
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Own(**arguments), Own()
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    model = Two()
+    x = torch.randn(3, 9, 8)
+    plain = model(x)
+    with observe(model) as want:
+        assert model(x).equal(plain)
+    run = compiled(model, way, backend="aot_eager")
+    torch.testing.assert_close(run(x), plain)
+    with observe(run) as seen:
+        torch.testing.assert_close(run(x), plain)
+    assert seen.calls == want.calls
+    assert [call.calls for call in seen.calls.values()] == [1, 1]
+    assert_same_statistics(seen, want)

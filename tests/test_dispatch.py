@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from oracle import inputs
-from scaledot.dispatch import ERROR_FACTOR, ERROR_ULPS, KERNELS, attention, error_bound, mass_bound
+from scaledot.dispatch import (
+    ERROR_FACTOR,
+    ERROR_ULPS,
+    KERNELS,
+    attention,
+    error_bound,
+    mass_bound,
+    row_stats,
+)
 from scaledot.masks import Mask
 from scaledot.rows import RowStats
 
@@ -173,6 +181,21 @@ def test_entropy_trains():
     assert after < 0.5 * before
 
 
+def test_meta_tensors_give_shapes_and_gradients_as_torchs():
+    q, k, v = (x.to("meta").requires_grad_() for x in inputs())
+    for arguments in (
+        {}, {"is_causal": "bottom_right", "softcap": 2.0}, {"attn_mask": Mask(lengths=[3, 13])},
+        {"dropout_p": 0.5, "sinks": torch.empty(6, device="meta")},
+    ):  # fmt: skip
+        out, rows = attention(q, k, v, enable_gqa=True, return_stats=True, **arguments)
+        torchs = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        assert (out.shape, out.dtype, out.device) == (torchs.shape, torchs.dtype, torchs.device)
+        assert rows.entropy.shape == rows.visible.shape == (2, 6, 11)
+        grads = torch.autograd.grad(out.sum() + rows.lse.sum(), (q, k, v))
+        assert [(g.shape, g.device) for g in grads] == [(x.shape, x.device) for x in (q, k, v)]
+    assert row_stats(q, k, enable_gqa=True, factors=(1, 2)).lse.shape == (2, 2, 6, 11)
+
+
 def test_error_bounds_are_their_formulas():
     reference = torch.tensor([2.0, -8.0, math.nan, -math.inf], dtype=torch.float64)
     plain = torch.tensor([2.5, -8.0, math.nan, -math.inf], dtype=torch.bfloat16)
@@ -187,3 +210,24 @@ def test_every_example_runs(module):
     result = doctest.testmod(importlib.import_module(f"scaledot.{module}"))
     assert result.failed == 0
     assert result.attempted > 0 or module in ("rows", "heads", "roles")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_forward_mode_raises_and_is_not_0(dtype):
+    """What no kernel carries would come out as a derivative of 0."""
+    from torch.autograd import forward_ad
+
+    q, k = torch.randn(2, 1, 2, 5, 8, dtype=dtype).unbind()
+    calls = (
+        lambda x: attention(x, k, k),
+        lambda x: attention(q, k, x, is_causal=True, scale=0.3),
+        lambda x: row_stats(x, k).lse,
+    )
+    for call in calls:
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.func.jvp(call, (q,), (torch.ones_like(q),))
+        with forward_ad.dual_level():
+            with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+                call(forward_ad.make_dual(q, torch.ones_like(q)))
+            assert call(q).isfinite().all()  # nothing to carry

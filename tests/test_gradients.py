@@ -11,7 +11,7 @@ from torch.utils import checkpoint
 
 from oracle import MASKS, inputs, masks
 from scaledot import ScaledotError, checks, observe
-from scaledot.dispatch import mass_bound, watched
+from scaledot.dispatch import compute, mass_bound
 from scaledot.heads import HeadStats, joined, transmission_of
 from scaledot.kernels import Terms, native, tiled
 from scaledot.masks import Mask, resolve
@@ -580,9 +580,10 @@ def test_weights_that_make_the_output_themselves_are_refused():
 def test_a_gradient_of_the_statistics_alone_adds_no_rows():
     q, k, v = (x.requires_grad_() for x in inputs())
     found = []
-    out, rows = watched(
-        found.append, q, k, v, None, 0.0, False, None, True, softcap=None, sinks=None
-    )
+    out, rows = compute(
+        q, k, v, None, 0.0, False, None, True, softcap=None, sinks=None, kernel="auto",
+        return_stats=True, watch=found.append,
+    )  # fmt: skip
     rows.entropy.sum().backward(retain_graph=True)
     assert not found
     out.sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import threading
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scaledot
@@ -201,6 +203,211 @@ def test_other_models_are_left_alone() -> None:
         assert other(x).equal(plain)
         model(x)
     assert [c.calls for c in seen.calls.values()] == [1, 1]
+
+
+# scaledot.attention
+
+
+class Own(Attention):
+    """The same over scaledot.attention, with any of its arguments; `rows` where it gave them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        out = scaledot.attention(q, k, v, **self.options)
+        out, self.rows = out if isinstance(out, tuple) else (out, None)
+        return out.transpose(1, 2).flatten(2)
+
+
+def test_attention_is_seen_as_torchs_in_its_place() -> None:
+    mask = torch.rand(7, 7) > 0.3
+    for options in ({}, {"is_causal": True}, {"attn_mask": mask, "scale": 0.3}):
+        torch.manual_seed(0)
+        ours, torchs = Model(Own(**options), Own()), Model(Attention(), Attention())
+        torchs.load_state_dict(ours.state_dict())
+        torchs.layers[0].options = dict(options)
+        masks = [options["attn_mask"]] if "attn_mask" in options else []
+        if masks:
+            del torchs.layers[0].options["attn_mask"]
+            torchs.layers[0].register_forward_pre_hook(lambda _, args: (*args, mask))
+        x = torch.randn(2, 7, 12)
+        mine, theirs = observed(ours, x), observed(torchs, x)
+        assert list(mine.heads) == list(theirs.heads) == ["layers.0", "layers.1"]
+        assert mine.unobserved == ()
+        for path, stats in mine.heads.items():
+            same_statistics(stats, theirs.heads[path])
+            assert dataclasses.replace(mine.calls[path], module="Attention") == theirs.calls[path]
+
+
+OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {"causal": False, "window": None, "softcap": None, "sinks": False}),
+    "causal": ({"is_causal": True}, {"causal": True}),
+    "bottom right": ({"is_causal": "bottom_right", "scale": 0.3}, {"causal": True, "scale": 0.3}),
+    "window": ({"window": 3}, {"causal": True, "window": 3}),
+    "two-sided window": ({"window": (1, 2)}, {"causal": False, "window": (1, 2)}),
+    "Mask": ({"attn_mask": scaledot.Mask(lengths=[5, 7])}, {"causal": False}),
+    "Mask and all": (
+        {"attn_mask": scaledot.Mask(window=4, segments=torch.tensor([0, 0, 1, 1, 1, 2, 2])),
+         "is_causal": True, "window": (2, -1)},
+        {"window": 3},
+    ),
+    "bool and window": ({"attn_mask": torch.ones(7, 7).bool(), "window": 2}, {"window": 2}),
+    "float, one a head": ({"attn_mask": torch.linspace(-1, 1, 147).view(3, 7, 7)}, {}),
+    "soft-cap": ({"softcap": 1.5}, {"softcap": 1.5}),
+    "sinks": ({"sinks": torch.tensor([0.5, -1, 2])}, {"sinks": True}),
+    "tiled": ({"kernel": "tiled"}, {"kernel": "tiled"}),
+    "statistics": ({"return_stats": True, "window": 2}, {"window": 2}),
+    "dropout": ({"dropout_p": 0.3}, {"kernel": "tiled"}),
+    "dropout and statistics": ({"dropout_p": 0.3, "return_stats": True}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [{}, {"full": True}, {"gradients": True}], ids=str)
+@pytest.mark.parametrize("case", OWN)
+def test_every_argument_of_attention_and_no_bit_changed(case: str, how: dict[str, Any]) -> None:
+    arguments, said = OWN[case]
+    torch.manual_seed(0)
+    layer, x = Own(**arguments), torch.randn(2, 7, 12)
+    parameters = list(layer.parameters())
+
+    def run() -> tuple[torch.Tensor, Any, Any]:
+        torch.manual_seed(1)
+        out = layer(x)
+        loss = out.square().sum()
+        if layer.rows is not None:
+            loss = loss + layer.rows.entropy.square().sum()
+        return out, layer.rows, torch.autograd.grad(loss, parameters)
+
+    out, rows, grads = run()
+    with scaledot.observe(layer, **how) as seen, scaledot.observe(layer) as outer:
+        looked, given, ours = run()
+    assert looked.equal(out)
+    assert all(a.equal(b) for a, b in zip(ours, grads, strict=True))
+    if rows is not None:
+        assert given.kernel == rows.kernel
+        for name in ("entropy", "lse", "top_margin", "visible"):
+            assert getattr(given, name).equal(getattr(rows, name))
+    with torch.no_grad(), scaledot.observe(layer, **how) as again:
+        torch.manual_seed(1)
+        assert layer(x).equal(out)
+    for call in (*seen.calls.values(), *outer.calls.values(), *again.calls.values()):
+        assert (call.path, call.calls, call.module) == ("Own", 1, "Own")
+        assert {name: getattr(call, name) for name in said} == said
+    stats = seen.heads["Own"]
+    if "gradients" in how:
+        assert stats.measures["transmission"].count.sum() > 0
+    q, k, v = layer.project(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
+    plain = {**arguments, "dropout_p": 0.0, "return_stats": True, "kernel": "tiled"}
+    expected = scaledot.attention(q, k, v, **plain)[1]
+    keys = arguments.get("attn_mask")
+    real = torch.ones(2, 7, dtype=torch.bool)
+    if isinstance(keys, scaledot.Mask) and keys.lengths is not None:
+        real[0, 5:] = False
+    assert stats.counts["padding"].tolist() == [int((~real).sum())] * 3
+    for name in ("entropy", "lse"):
+        mean = getattr(expected, name).detach().transpose(0, 1)[:, real].double().mean(-1)
+        torch.testing.assert_close(stats.measures[name].mean, mean, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4), (2, 3, 5, 4), (2, 2, 3, 5, 4)])
+def test_attention_of_any_axes_and_grouped_heads(shape: tuple[int, ...]) -> None:
+    class Bare(nn.Module):
+        def forward(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            return scaledot.attention(q, kv, kv, is_causal=True, enable_gqa=True)
+
+    q = torch.randn(shape)
+    kv = torch.randn(shape) if len(shape) == 2 else torch.randn(*shape[:-3], 1, *shape[-2:])
+    model = Bare()
+    plain = model(q, kv)
+    for full in (False, True):
+        with scaledot.observe(model, full=full) as seen:
+            assert model(q, kv).equal(plain)
+        (call,) = seen.calls.values()
+        heads = 1 if len(shape) == 2 else 3
+        assert (call.heads, call.kv_heads, call.calls, call.causal) == (heads, 1, 1, True)
+        (stats,) = seen.heads.values()
+        assert stats.counts["rows"].tolist() == [q.numel() // 4 // heads] * heads
+
+
+class Passing(TorchFunctionMode):
+    """Somebody else's mode, which changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_elsewhere_is_left_alone() -> None:
+    model, x = Model(Own()), torch.randn(2, 7, 12)
+    q = torch.randn(2, 3, 7, 4)
+    plain = scaledot.attention(q, q, q)
+    with scaledot.observe(model) as seen:
+        assert scaledot.attention(q, q, q).equal(plain)
+        model(x)
+        assert scaledot.attention(q, q, q).equal(plain)
+    assert [call.calls for call in seen.calls.values()] == [1]
+
+
+def test_row_statistics_alone_are_no_attention() -> None:
+    class Rows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return scaledot.row_stats(x, x).entropy
+
+    with pytest.raises(scaledot.ScaledotError, match="no attention was observed"):
+        observed(Rows(), torch.randn(2, 3, 7, 4))
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("cpu"), Passing], ids=["device", "passing"])
+def test_attention_under_the_modes_of_others(mode: Any) -> None:
+    class Inside(Own):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with mode():
+                return super().forward(x)
+
+    layer, x = Own(is_causal=True, return_stats=True), torch.randn(2, 7, 12)
+    inside = Inside(is_causal=True, return_stats=True)
+    inside.load_state_dict(layer.state_dict())
+    out = layer(x)
+    with mode():
+        assert layer(x).equal(out)
+        with scaledot.observe(layer) as around:
+            assert layer(x).equal(out)
+    with scaledot.observe(inside) as within:
+        assert inside(x).equal(out)
+    for seen in (around, within):
+        assert [call.calls for call in seen.calls.values()] == [1]
+
+
+def test_multihead_attention_of_ours_counts_once_beside_attention() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.many = scaledot.MultiheadAttention(12, 3, batch_first=True)
+            self.own = Own()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.own(self.many(x, x, x, return_stats=True)[0])
+
+    model, x = Both(), torch.randn(2, 7, 12)
+    plain = model(x)
+    with scaledot.observe(model) as seen, scaledot.observe(model.many) as part:
+        assert model(x).equal(plain)
+    assert {path: call.calls for path, call in seen.calls.items()} == {"many": 1, "own": 1}
+    assert {path: call.calls for path, call in part.calls.items()} == {"MultiheadAttention": 1}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_attention_run_again_by_a_checkpoint_counts_once(reentrant: bool) -> None:
+    class Checkpointed(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+
+    model, x = Checkpointed(Own(), Own(window=2)), torch.randn(2, 7, 12, requires_grad=True)
+    with scaledot.observe(model, gradients=True) as seen:
+        model(x).square().sum().backward()
+    assert [call.calls for call in seen.calls.values()] == [1, 1]
+    for stats in seen.heads.values():
+        assert stats.measures["gradient_norm"].count.tolist() == [14] * 3
 
 
 # nn.MultiheadAttention and torch's transformer
@@ -909,6 +1116,24 @@ def _names(model: Any) -> list[str | None]:
 
 
 @torch.no_grad()
+def test_attention_beside_a_transformers_model_counts_once() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text, self.own = llama(), Own(24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.own(self.text(x, output_hidden_states=True).hidden_states[-1])
+
+    model, x = Around(), ids(2, 7)
+    layers = ["text.model.layers.0.self_attn", "text.model.layers.1.self_attn"]
+    with torch.no_grad(), scaledot.observe(model) as seen:
+        model(x)
+    assert {path: call.calls for path, call in seen.calls.items()} == dict.fromkeys(
+        [*layers, "own"], 1
+    )
+
+
 def test_settings_are_restored_whatever_happens() -> None:
     class Two(nn.Module):
         """Hugging Face models inside a module of one's own, with unlike settings."""

@@ -405,3 +405,40 @@ def test_factors_beyond_reason_are_judged_too(applied):
 def test_the_soft_cap_is_compared_where_it_is_certain(applied, cap, explicit, said):
     assert softcap_is(applied, Configured(0.125, "x", explicit, softcap=cap)) == said
     assert softcap_is(applied, None) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("1/sqrt_d_k", 1 / 8), ("1/d_k", 1 / 64), ("none", 1.0), ("1/sqrt_d_model", 512**-0.5),
+        ("log_n/sqrt_d_k", math.log(4096) / math.log(512) / 8),
+        ("sqrt_log_n/sqrt_d_k", math.sqrt(math.log(4096) / math.log(512)) / 8),
+        (0.3, 0.3), (2, 2.0),
+    ],
+)  # fmt: skip
+def test_the_factor_of_a_rule_by_name(rule, expected):
+    assert scales.factor(rule, 64, d_model=512, keys=4096) == pytest.approx(expected, rel=1e-15)
+    if isinstance(rule, str):
+        assert rule in scales.RULES
+
+
+def test_rules_with_log_n_are_the_usual_one_at_512_keys_and_flat_for_one():
+    for name in ("log_n/sqrt_d_k", "sqrt_log_n/sqrt_d_k"):
+        assert scales.factor(name, 64, keys=512) == 0.125
+        assert scales.factor(name, 64, keys=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("sqrt", "scale is 'sqrt': pass one of 1/sqrt_d_k, 1/d_k, none"),
+        (math.nan, "scale is nan: pass a finite number or one of"),
+        (True, "scale is True: pass a finite number"),
+        (-math.inf, "scale is -inf: pass a finite number"),
+        ("1/sqrt_d_model", "needs d_model"),
+        ("log_n/sqrt_d_k", "needs the number of keys"),
+    ],
+)
+def test_a_factor_that_cannot_be_had_says_why(rule, said, unannotated):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        scales.factor(rule, 64)

@@ -462,6 +462,16 @@ def test_double_backward_raises():
         grad.sum().backward()
 
 
+def test_no_way_around_attention_to_a_second_gradient():
+    """A weight that both the loss and its gradient depend on, with attention between."""
+    weight, x = torch.randn(7, 7, requires_grad=True), inputs(heads=3)[0].requires_grad_()
+    q = x @ weight
+    (grad,) = torch.autograd.grad(attention(q, q, q).sum(), x, create_graph=True)
+    for end in (weight, x):
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            torch.autograd.grad(grad.square().sum(), end, retain_graph=True)
+
+
 # Dropout
 
 

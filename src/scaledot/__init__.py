@@ -18,6 +18,7 @@ _WHERE = {
     "attention": "dispatch",
     "row_stats": "dispatch",
     "attention_received": "received",
+    "MultiheadAttention": "multihead",
     "Mask": "masks",
     "trace": "stages",
     "Trace": "stages",
@@ -36,6 +37,7 @@ _WHERE = {
 }
 
 if TYPE_CHECKING:
+    from scaledot import lab as lab
     from scaledot.auditing import Audit as Audit
     from scaledot.auditing import audit as audit
     from scaledot.conformance import check as check
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from scaledot.masks import Mask as Mask
     from scaledot.moments import ScoreMoments as ScoreMoments
     from scaledot.moments import score_moments as score_moments
+    from scaledot.multihead import MultiheadAttention as MultiheadAttention
     from scaledot.observation import Observation as Observation
     from scaledot.observation import observe as observe
     from scaledot.received import attention_received as attention_received
@@ -59,6 +62,8 @@ __all__ = ["ScaledotError", "__version__", *sorted(_WHERE)]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "lab":
+        return import_module("scaledot.lab")
     if name not in _WHERE:
         raise AttributeError(f"module 'scaledot' has no attribute {name!r}")
     value = getattr(import_module(f"scaledot.{_WHERE[name]}"), name)
@@ -67,4 +72,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})
+    return sorted({*globals(), *_WHERE, "lab"})

@@ -71,7 +71,7 @@ def problem(
         assert isinstance(query, Tensor)
         dim = query.shape[3]
         return Problem(
-            query, key, value, _scale(scale, dim), _softcap(softcap), None, query.shape[:1], True
+            query, key, value, _scale(scale, dim), soft_cap(softcap), None, query.shape[:1], True
         )
     named = {"query": query, "key": key} | ({"value": value} if value is not None else {})
     for name, x in named.items():
@@ -92,9 +92,10 @@ def problem(
             raise ValueError(
                 f"query is on {query.device}, {name} on {x.device}: move them to one device"
             )
-        if x.dim() != query.dim():
+        if x.dim() != query.dim() and 2 in (x.dim(), query.dim()):
             raise ValueError(
-                f"query has {query.dim()} dimensions, {name} has {x.dim()}: they must be equal"
+                f"query has {query.dim()} dimensions, {name} has {x.dim()}: they must be equal, "
+                "or each at least 3"
             )
     dim = query.shape[-1]
     if key.shape[-1] != dim:
@@ -135,7 +136,7 @@ def problem(
     key = _canonical(key, batch_shape, kv_heads)
     value = _canonical(value, batch_shape, kv_heads) if value is not None else None
     return Problem(
-        query, key, value, _scale(scale, dim), _softcap(softcap), _sinks(sinks, heads, query),
+        query, key, value, _scale(scale, dim), soft_cap(softcap), _sinks(sinks, heads, query),
         tuple(batch_shape), has_heads,
     )  # fmt: skip
 
@@ -182,15 +183,6 @@ def _scale(scale: float | None, dim: int) -> float:
     return value
 
 
-def _softcap(softcap: float | None) -> float | None:
-    if softcap is None:
-        return None
-    value = _number("softcap", softcap)
-    if not math.isfinite(value) or value <= 0:
-        raise ValueError(f"softcap is {value:g}: pass a finite number above 0, or None for no cap")
-    return value
-
-
 def _number(name: str, value: object) -> float:
     if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
         raise TypeError(f"{name} requires grad, and its gradient would be lost: pass a number")
@@ -212,6 +204,16 @@ def _sinks(sinks: Tensor | None, heads: int, query: Tensor) -> Tensor | None:
     if sinks.device != query.device:
         raise ValueError(f"query is on {query.device}, sinks on {sinks.device}: move them together")
     return sinks
+
+
+def soft_cap(softcap: float | None) -> float | None:
+    """Check a soft-cap. Raises TypeError for what is no number, ValueError unless it is above 0."""
+    if softcap is None:
+        return None
+    value = _number("softcap", softcap)
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"softcap is {value:g}: pass a finite number above 0, or None for no cap")
+    return value
 
 
 def dropout(p: float) -> float:

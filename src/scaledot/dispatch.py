@@ -10,6 +10,8 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import _is_torch_function_mode_enabled, _pop_mode_temporarily
 
 from scaledot import checks, operators
 from scaledot.kernels import Gradients, Terms
@@ -85,7 +87,7 @@ def attention(
     `F.scaled_dot_product_attention`'s parameters, order and result.
     query (…, heads, queries, d_k), key (…, kv_heads, keys, d_k), value (…, kv_heads, keys, d_v)
     → output (…, heads, queries, d_v) in their dtype; with return_stats also `RowStats`, each
-    (…, heads, queries). Batch and head axes of length 1 broadcast.
+    (…, heads, queries). Batch and head axes of length 1 broadcast, as do batch axes that one lacks.
 
     attn_mask: bool, True means "may attend", or float, added to the scores, or `scaledot.Mask`.
     is_causal: True needs equal lengths; else "top_left" or "bottom_right". Applies with attn_mask.
@@ -111,6 +113,11 @@ def attention(
     >>> out.shape, rows.entropy.shape
     (torch.Size([2, 4, 8, 16]), torch.Size([2, 4, 8]))
     """
+    if _is_torch_function_mode_enabled():
+        return handed_over(
+            attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+            window=window, softcap=softcap, sinks=sinks, kernel=kernel, return_stats=return_stats,
+        )  # fmt: skip
     if (
         attn_mask is None
         and sinks is None
@@ -119,45 +126,40 @@ def attention(
         and scale is None
         and not dropout_p
         and checks.same_axes(query, key, value)
-        and not torch.is_autocast_enabled(query.device.type)
+        and not _autocast(query)
         and not torch.compiler.is_compiling()
     ):
         kernel = pick(kernel, query, 0.0)
         simple = _simple(query.shape, key.shape[2], is_causal, query.device)
         out, rows = _run(kernel, query, key, value, *simple, return_stats)
         return out if rows is None else (out, rows)
-    out, rows = _attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap,
-        sinks, kernel, return_stats, None,
+    out, rows = compute(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window=window,
+        softcap=softcap, sinks=sinks, kernel=kernel, return_stats=return_stats,
     )  # fmt: skip
     return out if rows is None else (out, rows)
 
 
-def watched(
-    watch: Callable[[Gradients], None], query: Tensor, key: Tensor, value: Tensor,
-    attn_mask: Mask | Tensor | None, dropout_p: float, is_causal: bool | str, scale: float | None,
-    enable_gqa: bool, *, softcap: float | None, sinks: Tensor | None,
-) -> tuple[Tensor, RowStats]:  # fmt: skip
-    """`attention(…, return_stats=True)` whose backwards each call `watch`.
-
-    With the gradients in the accumulator's dtype and what each row passes on (`Gradients.rows`),
-    axes as `checks.problem` makes them; not where no gradient came by way of the output. The result
-    and its gradients are the same bits.
-    """
-    out, rows = _attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, None, softcap,
-        sinks, "auto", True, watch,
-    )  # fmt: skip
-    assert rows is not None  # asked for
-    return out, rows
+def handed_over(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the active TorchFunctionMode makes of a call of `function`: a mode may take attention
+    over, as it may torch's own attention functions. An observation does."""
+    # torch's handle_torch_function, as far as dynamo can follow it.
+    with _pop_mode_temporarily() as mode:
+        return mode.__torch_function__(function, (), args, kwargs)
 
 
-def _attention(
+def compute(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask | Tensor | None, dropout_p: float,
-    is_causal: bool | str, scale: float | None, enable_gqa: bool,
-    window: int | tuple[int, int] | None, softcap: float | None, sinks: Tensor | None, kernel: str,
-    return_stats: bool, watch: Callable[[Gradients], None] | None,
+    is_causal: bool | str, scale: float | None, enable_gqa: bool, *,
+    window: int | tuple[int, int] | None = None, softcap: float | None, sinks: Tensor | None,
+    kernel: str, return_stats: bool, watch: Callable[[Gradients], None] | None = None,
 ) -> tuple[Tensor, RowStats | None]:  # fmt: skip
+    """(output, statistics where asked for): `attention` that no mode takes over.
+
+    watch: each backward calls it with the gradients in the accumulator's dtype and what each row
+    passes on (`Gradients.rows`), axes as `checks.problem` makes them; not where no gradient came by
+    way of the output. The result and its gradients are the same bits.
+    """
     query, key, value = autocast_inputs(query, key, value)
     checks.tensor("value", value)
     p = checks.problem(
@@ -221,7 +223,7 @@ def row_stats(
         return rows if p.plain else rows.map(p.restore)
     scaled = checks.factors(factors)
     with torch.no_grad():
-        if _traced():
+        if _traced(p.query):
             sweep = [
                 _rows_alone(kernel, p.query, p.key, seen, replace(terms, scale=terms.scale * x))
                 for x in scaled
@@ -243,8 +245,9 @@ def _rows_alone(
     kernel: str, query: Tensor, key: Tensor, seen: Visibility, terms: Terms
 ) -> RowStats:
     inputs = (query, key, seen.bias, terms.sinks)
+    _reverse_mode(*inputs)
     wanted = any(x is not None and x.requires_grad for x in inputs)
-    if _traced() or (torch.is_grad_enabled() and wanted):
+    if _traced(query) or (torch.is_grad_enabled() and wanted):
         # Autograd goes by way of an output: the narrowest there is.
         value = key.new_zeros(()).expand(*key.shape[:3], 1)
         rows = _run(kernel, query, key, value, seen, terms, True)[1]
@@ -254,9 +257,15 @@ def _rows_alone(
         return operators.implementation(kernel).forward(query, key, None, seen, terms)[1]
 
 
-def _traced() -> bool:
-    """Whether a graph is being made or a function transformed: then operators stand for kernels."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+def _traced(x: Tensor) -> bool:
+    """Whether a graph is being made, a function transformed or only shapes are known: then
+    operators stand for kernels."""
+    return torch.compiler.is_compiling() or x.is_meta or torch._C._are_functorch_transforms_active()
+
+
+def _autocast(x: Tensor) -> bool:
+    """Whether autocast is on where x is; torch has none for meta tensors and raises."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 @lru_cache(maxsize=256)
@@ -277,17 +286,17 @@ def _run(
     statistics: bool, watch: Callable[[Gradients], None] | None = None,
 ) -> tuple[Tensor, RowStats | None]:  # fmt: skip
     """(output, row statistics if wanted), by the cheapest way that the moment allows."""
+    _reverse_mode(query, key, value, seen.bias, terms.sinks)
     dropout = terms.dropout_p > 0
-    if _traced():
+    if _traced(query):
         if watch is not None:
             raise checks.ScaledotError(
                 "gradients inside torch.func or a graph are not seen: call backward() outside of it"
             )
         seed = torch.randint(1 << 62, ()) if dropout else None
         return operators.attend(query, key, value, seen, terms, seed, kernel, statistics)
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
+    if _autocast(query):
+        with torch.autocast(query.device.type, enabled=False):
             return _run(kernel, query, key, value, seen, terms, statistics, watch)
     if dropout:
         terms = replace(terms, seed=int(torch.randint(1 << 62, ())))
@@ -309,6 +318,16 @@ def _run(
     else:
         out, rows, _, _ = module.forward(query, key, value, seen, terms)
     return out if out.dtype == query.dtype else out.to(query.dtype), rows
+
+
+def _reverse_mode(*tensors: Tensor | None) -> None:
+    """Forward-mode derivatives of a kernel would come out as 0."""
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in tensors if x is not None
+    ):
+        raise NotImplementedError(
+            "attention has no forward-mode derivative: use backward() or torch.autograd.grad"
+        )
 
 
 _FIELDS = tuple(f.name for f in fields(RowStats) if f.name != "kernel")
@@ -350,7 +369,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
                 once = _Attention.backward(ctx, d_out, *d_stats)
-            return _Once.apply(*(g if g is None else g.requires_grad_() for g in once))
+            return _Once.apply(once, d_out, *d_stats, *ctx.saved_tensors[:5])
         query, key, value, bias, sinks, top, log_mass, entropy, visible, out = ctx.saved_tensors
         d_lse, d_entropy = (d_stats[_LSE], d_stats[_ENTROPY]) if d_stats else (None, None)
         seen = ctx.seen if bias is None else replace(ctx.seen, bias=bias)
@@ -378,11 +397,14 @@ _LSE, _ENTROPY = _FIELDS.index("lse"), _FIELDS.index("entropy")
 
 
 class _Once(torch.autograd.Function):
-    """Gradients whose own gradient is an error, where it would be 0 without a word."""
+    """Gradients whose own gradient, by whatever they depend on, is an error: it would be 0 without
+    a word."""
 
     @staticmethod
-    def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ARG004
-        return tuple(g if g is None else g.clone() for g in grads)
+    def forward(
+        ctx: Any, grads: tuple[Tensor | None, ...], *depend: Tensor | None  # noqa: ARG004
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        return grads
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # noqa: ARG004
@@ -417,7 +439,7 @@ def _native_reason(device: str, dtype: torch.dtype, dropout: bool) -> str | None
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, the inputs in its dtype, as `F.scaled_dot_product_attention` does."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or not _autocast(first):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(

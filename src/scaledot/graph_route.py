@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from scaledot import checks, observation, operators
 from scaledot.calls import Attended, Frame
-from scaledot.dispatch import attention
+from scaledot.dispatch import compute
 from scaledot.kernels import Terms
 from scaledot.masks import Mask, Visibility
 from scaledot.rows import RowStats
@@ -109,12 +109,14 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None, *, is_causal: bool | str,
     scale: float | None, softcap: float | None, sinks: Tensor | None, enable_gqa: bool,
     dropout_p: float, window: int | None, self_attention: bool | None, appended: int, uniform: bool,
+    kernel: str,
 ) -> tuple[Tensor, RowStats]:  # fmt: skip
     """`observation.attend` inside a graph: (output, row statistics), recorded when it runs."""
-    out, rows = attention(
+    out, rows = compute(
         query, key, value, mask, dropout_p, is_causal, scale, enable_gqa,
-        softcap=softcap, sinks=sinks, return_stats=True,
+        softcap=softcap, sinks=sinks, kernel=kernel, return_stats=True,
     )  # fmt: skip
+    assert rows is not None  # asked for
     p, seen = observation.understood(
         query, key, value, mask, is_causal, scale, softcap, sinks, appended
     )
@@ -131,7 +133,7 @@ def attend(
     flat = operators.arguments(
         _detached(seen), Terms(p.scale, p.softcap, _detach(p.sinks), 0.0, 0), None, rows.kernel
     )
-    assert p.value is not None  # `attention` had one
+    assert p.value is not None  # it was attended
     torch.ops.scaledot.record(
         RECORDED, p.query.detach(), p.key.detach(), p.value.detach(), *flat,
         [x.detach().reshape(shape) for x in fields if x is not None],

@@ -1,13 +1,15 @@
 """observe(): run any model unchanged and get the exact statistics of every attention head.
 
-Three routes lead to an attention call, and each ends in `attend`, in a graph of torch.compile too
+Five routes lead to an attention call, and each ends in `attend`, in a graph of torch.compile too
 (graph_route.py):
 
     transformers' AttentionInterface       huggingface.py, by the module that calls it
     F.scaled_dot_product_attention         torch_route.py, by the module that is running
     F.multi_head_attention_forward         the same (nn.MultiheadAttention, nn.TransformerEncoder …)
+    scaledot.attention                     the same
+    multihead.attend                       the same (scaledot.MultiheadAttention)
 
-`attend` computes the attention with `scaledot.attention` and gives the row statistics to every
+`attend` computes the attention as `scaledot.attention` does and gives the row statistics to every
 observation whose model the call belongs to. Hooks on the modules say which one is running, what
 padding it was given and when a new forward begins. What computes its own softmax is not seen, and
 is named.
@@ -48,7 +50,7 @@ from scaledot.calls import (
     weights,
 )
 from scaledot.checks import Problem, ScaledotError
-from scaledot.dispatch import attention, autocast_inputs, pick, watched
+from scaledot.dispatch import autocast_inputs, compute, pick
 from scaledot.heads import HeadStats
 from scaledot.kernels import Gradients
 from scaledot.mask_check import MaskFacts
@@ -93,6 +95,7 @@ def attend(
     earlier: int = 0,
     empty_value: Tensor | None = None,
     want_weights: bool = False,
+    kernel: str = "auto",
 ) -> tuple[Tensor, Attended | None]:
     """(output, what was computed), recorded by every observation that looks at the module.
 
@@ -107,7 +110,7 @@ def attend(
             module, query, key, value, mask, is_causal=is_causal, scale=scale, softcap=softcap,
             sinks=sinks, enable_gqa=enable_gqa, dropout_p=dropout_p, window=window,
             self_attention=self_attention, appended=appended, earlier=earlier,
-            empty_value=empty_value, want_weights=want_weights,
+            empty_value=empty_value, want_weights=want_weights, kernel=kernel,
         )  # fmt: skip
     lookers = [
         (seen, where) for seen in tuple(_LOOKING) if (where := seen._locate(module)) is not None
@@ -125,29 +128,22 @@ def attend(
     if torch.is_grad_enabled() and (places or any(seen._gradients for seen, _ in lookers)):
         watch = partial(_receive, places)
     query, key, value = autocast_inputs(query, key, value)
-    if not look and watch is None and empty_value is None:
-        out = attention(
-            query, key, value, mask, dropout_p, is_causal, scale, enable_gqa,
-            softcap=softcap, sinks=sinks,
-        )  # fmt: skip
-        return out, None
+    rows: RowStats | None
     ridden, along = None, None
     if watch is None and not dropout_p and empty_value is None and enable_gqa:
         ridden = _ridden(
-            lookers, query, key, value, mask, is_causal, scale, softcap, sinks, appended
+            lookers, query, key, value, mask, is_causal, scale, softcap, sinks, appended, kernel
         )
     if ridden is not None:
         problem, visible, out, rows, along = ridden
-    elif watch is None:
-        out, rows = attention(
-            query, key, value, mask, dropout_p, is_causal, scale, enable_gqa,
-            softcap=softcap, sinks=sinks, return_stats=True,
-        )  # fmt: skip
     else:
-        out, rows = watched(
-            watch, query, key, value, mask, dropout_p, is_causal, scale, enable_gqa,
-            softcap=softcap, sinks=sinks,
+        out, rows = compute(
+            query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, softcap=softcap,
+            sinks=sinks, kernel=kernel, watch=watch,
+            return_stats=look or watch is not None or empty_value is not None,
         )  # fmt: skip
+    if rows is None:
+        return out, None
     if empty_value is not None:
         out = _fill_empty(out, rows, empty_value)
     if not look:
@@ -195,7 +191,7 @@ def _give_back() -> None:
 
 def _receive(places: Sequence[_Place], gradients: Gradients) -> None:
     """Give what a backward passed on to the observations that saw its forward."""
-    assert gradients.rows is not None  # `watched` asked for them
+    assert gradients.rows is not None  # `attend` asked for them
     norm = torch.linalg.vector_norm(gradients.query, dim=-1)
     rows = {
         "transmission": gradients.rows.transmission,
@@ -209,7 +205,7 @@ def _receive(places: Sequence[_Place], gradients: Gradients) -> None:
 def _ridden(
     lookers: Sequence[tuple[Observation, Where]], query: Tensor, key: Tensor, value: Tensor,
     mask: Mask | Tensor | None, is_causal: bool | str, scale: float | None, softcap: float | None,
-    sinks: Tensor | None, appended: int,
+    sinks: Tensor | None, appended: int, kernel: str,
 ) -> tuple[Problem, Visibility, Tensor, RowStats, Ridden] | None:  # fmt: skip
     """The attention in one pass with what a full observation asks of it; None where it takes more.
 
@@ -223,7 +219,7 @@ def _ridden(
         or softcap is not None
         or any(x is not None and x.dtype != torch.float32 for x in inputs)
         or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs))
-        or pick("auto", query, 0.0) != "native"
+        or pick(kernel, query, 0.0) != "native"
     ):
         return None
     problem, visible = understood(
@@ -906,11 +902,12 @@ def observe(
     """Exact statistics of every attention head, of every forward of `model` inside the context.
 
     Any Hugging Face model that uses AttentionInterface, and any module that calls
-    `F.scaled_dot_product_attention`, `nn.MultiheadAttention` or `nn.TransformerEncoder`/`Decoder`,
-    training or not. Padded queries and keys, empty and non-finite rows are counted and enter no
-    statistic. A forward that gradient checkpointing repeats in backward is counted once. The
-    model's settings are its own again afterwards, also after an exception; contexts may be nested.
-    Attention weights that the model returns (`output_attentions`, `need_weights`) are real.
+    `F.scaled_dot_product_attention`, `nn.MultiheadAttention`, `nn.TransformerEncoder`/`Decoder`,
+    `scaledot.attention` or `scaledot.MultiheadAttention`, training or not. Padded queries and keys,
+    empty and non-finite rows are counted and enter no statistic. A forward that gradient
+    checkpointing repeats in backward is counted once. The model's settings are its own again
+    afterwards, also after an exception; contexts may be nested. Attention weights that the model
+    returns (`output_attentions`, `need_weights`) are real.
 
     keep: "qk" also keeps query, key and value of each call, for `seen.weights` and `seen.trace`.
     layers: keep these only, by module path or by position in `seen.heads`.

@@ -88,6 +88,59 @@ def rule(
     return None
 
 
+RULES = {
+    "1/sqrt_d_k": "1/√d_k",
+    "1/d_k": "1/d_k",
+    "none": "none",
+    "1/sqrt_d_model": "1/√d_model",
+    "log_n/sqrt_d_k": "log₅₁₂ n/√d_k",
+    "sqrt_log_n/sqrt_d_k": "√log₅₁₂ n/√d_k",
+}
+"""The rules that can be asked for by name, and how each is written."""
+
+_LOG_LENGTH = 512
+"""Keys at which a rule with log n is 1/√d_k: the length that models were trained at in Su's."""
+
+
+def factor(
+    rule: str | float, d_k: int, *, d_model: int | None = None, keys: int | None = None
+) -> float:
+    """The factor that a rule of `RULES` gives, or the number itself.
+
+    keys: how many a query sees, for the rules with log n, which are 1/√d_k at 512 keys: log n
+    keeps the leading key's odds against n others (Su 2021), its root what entropy is of ln n for
+    Gaussian scores. d_model: for 1/√d_model, the mistake of taking it for d_k.
+
+    Raises: ValueError for another rule, a factor that is not finite, or without the size that a
+    rule needs. Source: docs/maths.md#scale-rules.
+
+    >>> factor("1/sqrt_d_k", 64), factor("1/d_k", 64), factor("log_n/sqrt_d_k", 64, keys=512)
+    (0.125, 0.015625, 0.125)
+    """
+    if not isinstance(rule, str):
+        if isinstance(rule, bool) or not isinstance(rule, (int, float)) or not math.isfinite(rule):
+            raise ValueError(
+                f"scale is {rule!r}: pass a finite number or one of {', '.join(RULES)}"
+            )
+        return float(rule)
+    if rule == "none":
+        return 1.0
+    if rule == "1/sqrt_d_k":
+        return d_k**-0.5
+    if rule == "1/d_k":
+        return 1 / d_k
+    if rule == "1/sqrt_d_model":
+        if d_model is None:
+            raise ValueError("scale 1/sqrt_d_model needs d_model")
+        return d_model**-0.5
+    if rule in ("log_n/sqrt_d_k", "sqrt_log_n/sqrt_d_k"):
+        if keys is None:
+            raise ValueError(f"scale {rule} needs the number of keys")
+        length = math.log(max(keys, 1)) / math.log(_LOG_LENGTH)
+        return (length if rule == "log_n/sqrt_d_k" else length**0.5) * d_k**-0.5
+    raise ValueError(f"scale is {rule!r}: pass one of {', '.join(RULES)}, or a number")
+
+
 # What a configuration says
 
 

@@ -1,4 +1,5 @@
-"""torch's own two attention functions, taken over while a module that is observed is running."""
+"""torch's attention functions, `attention` and that of `MultiheadAttention`, taken over while a
+module that is observed is running."""
 
 from __future__ import annotations
 
@@ -11,14 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from scaledot import multihead
 from scaledot.calls import weights
 from scaledot.checks import ScaledotError
+from scaledot.dispatch import attention
 from scaledot.masks import Mask
+from scaledot.multihead import torch_mask
 from scaledot.observation import attend, gradients_wanted
+from scaledot.rows import RowStats
 
 
 class TorchRoute(TorchFunctionMode):
-    """Takes over torch's two attention functions when a module that is observed calls them."""
+    """Takes over these attention functions when a module that is observed calls them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -48,7 +53,7 @@ def _scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`F.scaled_dot_product_attention` with statistics. Three axes are (batch, length, dim)."""
-    if query.dim() == 3:
+    if query.dim() == key.dim() == value.dim() == 3:
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask[:, None]
         query, key, value = query[:, None], key[:, None], value[:, None]
@@ -124,7 +129,7 @@ def _multi_head_attention_forward(
     appended = k.shape[2] - (real if static_k is None else static_k.shape[1])
 
     hint = is_causal and key_padding_mask is None and not need_weights
-    mask = _torch_masks(None if hint else attn_mask, key_padding_mask, batch, num_heads, appended)
+    mask = torch_mask(None if hint else attn_mask, key_padding_mask, batch, num_heads, appended)
     dropout_p = dropout_p if training else 0.0
     out, attended = attend(
         None, q, k, v, mask, is_causal="top_left" if hint else False,
@@ -138,11 +143,7 @@ def _multi_head_attention_forward(
         shares = weights(attended, *(everything,) * 4).to(q.dtype)
         if dropout_p:
             if gradients_wanted():
-                raise ScaledotError(
-                    "nn.MultiheadAttention with need_weights=True and dropout computes its output "
-                    "from the weights that it returns, where no gradients are seen: "
-                    "pass need_weights=False"
-                )
+                raise _from_weights("nn.MultiheadAttention")
             # torch drops from the weights that it returns.
             shares = F.dropout(shares, dropout_p)
             out = shares @ v
@@ -176,41 +177,62 @@ def _project(
     return functional._in_projection(query, key, value, *separate, *biases)
 
 
-def _torch_masks(
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    batch: int,
-    heads: int,
-    appended: int,
-) -> Mask | None:
-    """nn.MultiheadAttention's masks (True hides, floats add) as a `Mask` (True shows)."""
-    dense = keys = None
-    if attn_mask is not None:
-        shown = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
-        fill = shown.dtype == torch.bool
-        shown = F.pad(shown, (0, appended), value=fill) if appended else shown
-        dense = shown[None, None] if shown.dim() == 2 else shown.unflatten(0, (batch, heads))
-    if key_padding_mask is not None:
-        hides = key_padding_mask.dtype == torch.bool
-        shown = ~key_padding_mask if hides else key_padding_mask
-        shown = F.pad(shown, (0, appended), value=hides) if appended else shown
-        keys = shown if hides else shown > float("-inf")
-        if not hides and _adds(shown):
-            added = Mask(dense=shown[:, None, None])
-            dense = added.dense if dense is None else (Mask(dense=dense) & added).dense
-    return None if dense is None and keys is None else Mask(dense=dense, keys=keys)
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Mask | Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool | str = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kernel: str = "auto",
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, RowStats]:
+    """`scaledot.attention`, seen by observations."""
+    if window is not None:
+        attn_mask = Mask(window=window) & (Mask() if attn_mask is None else attn_mask)
+    out, attended = attend(
+        None, query, key, value, attn_mask, is_causal=is_causal, scale=scale, softcap=softcap,
+        sinks=sinks, enable_gqa=enable_gqa, dropout_p=dropout_p, want_weights=return_stats,
+        kernel=kernel,
+    )  # fmt: skip
+    if not return_stats:
+        return out
+    assert attended is not None  # asked for
+    return out, attended.rows
 
 
-def _adds(padding: Tensor) -> bool:
-    """Whether a float padding mask does more than hide; a graph, which cannot look, says yes."""
-    if torch.compiler.is_compiling():
-        return True
-    return bool((padding.isfinite() & (padding != 0)).any())
+def _multihead(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, terms: dict[str, Any],
+    self_attention: bool, appended: int, return_stats: bool, discarded: bool,
+) -> tuple[Tensor, RowStats | None]:  # fmt: skip
+    """`multihead.attend`, seen by observations."""
+    if discarded and gradients_wanted():
+        raise _from_weights("MultiheadAttention")
+    out, attended = attend(
+        None, query, key, value, mask, **terms, self_attention=self_attention, appended=appended,
+        want_weights=return_stats,
+    )  # fmt: skip
+    return out, attended.rows if return_stats and attended is not None else None
+
+
+def _from_weights(name: str) -> ScaledotError:
+    return ScaledotError(
+        f"{name} with need_weights=True and dropout computes its output from the weights that it "
+        "returns, where no gradients are seen: pass need_weights=False"
+    )
 
 
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _scaled_dot_product_attention,
     F.multi_head_attention_forward: _multi_head_attention_forward,
+    attention: _attention,
+    multihead.attend: _multihead,
 }
 
 
