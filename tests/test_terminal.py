@@ -973,6 +973,9 @@ def test_progress_drops_parts_from_the_right() -> None:
     assert line(60) == "Auditing  ━━━━╸──────────  12/40 windows · 12,288 tokens"
     assert line(45) == "Auditing  ━━━━╸──────────  12/40 windows"
     assert line(45, ascii=True) == "Auditing  ====-----------  12/40 windows"
+    page = Page(Screen(file=io.StringIO(), width=80))
+    steps = screen.progress_line(page, "Variance", "", 12_000_000, 40_960_000, 0, 6.0).plain
+    assert steps == "Variance  ━━━━╸──────────  29 % · 0:14 left"
 
 
 def test_terminal_does_not_import_torch() -> None:

@@ -9,12 +9,34 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
-from scaledot import ScaledotError, __version__
+from scaledot import ScaledotError, __version__, cli_lab
+from scaledot.options import (
+    Ascii,
+    Color,
+    Command,
+    Device,
+    Dtype,
+    Files,
+    InputError,
+    Json,
+    Model,
+    Pickle,
+    Remote,
+    Stopped,
+    Text,
+    Tokenizer,
+    bad,
+    check_writable,
+    consoles,
+    note,
+    read,
+    span,
+)
 
 HELP = """\
 scaledot: attention that shows its work
@@ -23,6 +45,7 @@ Usage: scaledot COMMAND [OPTIONS]
   audit    every head of a trained model, on your text
   trace    one head on one sentence, stage by stage
   check    is this attention function right?
+  lab      seeded experiments, theory beside estimate
   info     versions, kernels, and why one is not there
 
 Start    scaledot audit        embedded model and text, offline
@@ -94,59 +117,22 @@ Run      SCALEDOT_ISA=baseline|avx2|avx512 in the environment forces a variant o
 Output   --ascii   --color auto|always|never
 """
 
-_HELPS = {
-    "scaledot": HELP,
-    "audit": AUDIT_HELP,
-    "trace": TRACE_HELP,
-    "check": CHECK_HELP,
-    "info": INFO_HELP,
-}
-
 
 class _Group(TyperGroup):
     def get_help(self, ctx: Any) -> str:  # noqa: ARG002
         return HELP.rstrip()
 
 
-class _Command(TyperCommand):
-    def get_help(self, ctx: Any) -> str:  # noqa: ARG002
-        return _HELPS[self.name or ""].rstrip()
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:  # before typer makes a silent exit of it
-            raise Stopped from None
-
-
 app = typer.Typer(cls=_Group, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.add_typer(cli_lab.app, name="lab")
 
 # typer brings its own copy of click, older ones the real one: take the class from what it exports.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
-Text = Annotated[list[str] | None, typer.Option("--text")]
-Files = Annotated[list[str] | None, typer.Option("--file")]
-Model = Annotated[str | None, typer.Option("--model")]
-Tokenizer = Annotated[str | None, typer.Option("--tokenizer")]
-Device = Annotated[str, typer.Option("--device")]
-Dtype = Annotated[str, typer.Option("--dtype")]
-Pickle = Annotated[bool, typer.Option("--allow-pickle")]
-Remote = Annotated[bool, typer.Option("--trust-remote-code")]
-Ascii = Annotated[bool, typer.Option("--ascii")]
-Color = Annotated[str, typer.Option("--color")]
 
 SHOW = (
     "after", "within", "keys", "saturated", "gradient", "largest", "first", "induction", "excess",
 )  # fmt: skip
 LONGEST_TRACE = 1024
-
-
-class Stopped(Exception):
-    """Ctrl-C, before anything was finished."""
-
-
-class InputError(Exception):
-    """Something the user typed cannot be used; the message is the line they see."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -155,6 +141,9 @@ def run(argv: Sequence[str]) -> int:
     args = _screen_options_last(argv)
     if not args:
         print(HELP, end="")
+        return 0
+    if args == ["lab"]:
+        print(cli_lab.LAB_HELP, end="")
         return 0
     if args[0] == "--version":
         print(f"scaledot {__version__}")
@@ -194,7 +183,7 @@ def _screen_options_last(argv: Sequence[str]) -> list[str]:
     return [*rest[:1], *moved, *rest[1:]] if rest else []
 
 
-@app.command("audit", cls=_Command)
+@app.command("audit", cls=Command, help=AUDIT_HELP)
 def _audit(
     model: Annotated[str | None, typer.Argument()] = None,
     text: Text = None,
@@ -220,7 +209,7 @@ def _audit(
     one = _head_option(head)
     some = _layers_option(layers)
     to_stdout = json == "-"
-    out, err = _consoles(ascii, color, to_stdout)
+    out, err = consoles(ascii, color, to_stdout)
     from scaledot import document, terminal
 
     if model is not None and model.endswith(".json") and not Path(model).is_dir():
@@ -235,7 +224,7 @@ def _audit(
     if max_tokens is not None and max_tokens < 1:
         raise InputError(f"--max-tokens is {max_tokens}: pass at least 1")
     if not to_stdout:
-        _check_writable(Path(json))
+        check_writable(Path(json))
     from scaledot.auditing import audit
     from scaledot.loading import load, sample_text
 
@@ -244,12 +233,12 @@ def _audit(
             model, tokenizer=tokenizer, device=device, dtype=dtype, allow_pickle=allow_pickle,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
-    for note in loaded.notes:
-        _note(note)
+    for said in loaded.notes:
+        note(said)
     if texts is None:
         texts = [sample_text()]
         if model is not None:
-            _note("no text given: the embedded text is used; pass --text or --file for your own")
+            note("no text given: the embedded text is used; pass --text or --file for your own")
     with terminal.progress(err) as update:
         result = audit(
             loaded.model, loaded.tokenizer, texts, max_tokens=max_tokens,
@@ -265,7 +254,7 @@ def _audit(
             said = "Stopped during the trials that follow the text. The table is whole."
         print(said, file=sys.stderr)
     elif t["windows"] > t["texts"]:
-        _note(
+        note(
             f"{t['tokens']:,} tokens exceed the context of {t['context']:,}: "
             f"cut into {t['windows']:,} windows"
         )
@@ -284,7 +273,7 @@ def _audit(
     return 0 if result.complete else 130
 
 
-@app.command("trace", cls=_Command)
+@app.command("trace", cls=Command, help=TRACE_HELP)
 def _trace(
     text: Annotated[str | None, typer.Argument()] = None,
     layer: Annotated[int, typer.Option("--layer")] = 0,
@@ -302,7 +291,7 @@ def _trace(
     ascii: Ascii = False,
     color: Color = "auto",
 ) -> int:
-    chosen_rows, chosen_keys = _range_option("--rows", rows), _range_option("--keys", keys)
+    chosen_rows, chosen_keys = span("--rows", rows), span("--keys", keys)
     if not 1 <= max_tokens <= LONGEST_TRACE:
         raise InputError(
             f"--max-tokens is {max_tokens}: trace shows every pair, pass 1 to {LONGEST_TRACE}"
@@ -312,7 +301,7 @@ def _trace(
     if text is None:
         texts, _ = _texts(None, [file] if file else None, False)
         text = texts[0] if texts else None
-    out, err = _consoles(ascii, color, False)
+    out, err = consoles(ascii, color, False)
     from scaledot import terminal
     from scaledot.auditing import trace_head
     from scaledot.loading import load, sample_text
@@ -330,7 +319,7 @@ def _trace(
         loaded.model, loaded.tokenizer, text, layer, head, max_tokens=max_tokens, name=loaded.name
     )
     if doc["dropped_tokens"]:
-        _note(f"the text is longer: its first {doc['shape'][-1]:,} tokens are shown")
+        note(f"the text is longer: its first {doc['shape'][-1]:,} tokens are shown")
     sizes = doc["shape"][-2:]
     parts = {"--rows": chosen_rows, "--keys": chosen_keys}
     for (name, chosen), length in zip(parts.items(), sizes, strict=True):
@@ -342,13 +331,13 @@ def _trace(
     return 0
 
 
-@app.command("check", cls=_Command)
+@app.command("check", cls=Command, help=CHECK_HELP)
 def _check(
     function: Annotated[str | None, typer.Argument()] = None,
     layout: Annotated[str, typer.Option("--layout")] = "bhsd",
     device: Device = "cpu",
     dtype: Dtype = "float32",
-    json: Annotated[str | None, typer.Option("--json")] = None,
+    json: Json = None,
     ascii: Ascii = False,
     color: Color = "auto",
 ) -> int:
@@ -357,9 +346,9 @@ def _check(
         given = f", got {function!r}" if function else ""
         raise InputError(f"check needs MODULE:FUNCTION{given}: as my_attention:attend")
     to_stdout = json == "-"
-    out, _ = _consoles(ascii, color, to_stdout)
+    out, _ = consoles(ascii, color, to_stdout)
     if json is not None and not to_stdout:
-        _check_writable(Path(json))
+        check_writable(Path(json))
     import contextlib
 
     # Loaded before the user's folder is searched: a file there may be called as one of theirs.
@@ -423,9 +412,9 @@ def _function(module: str, name: str) -> Any:
     return found
 
 
-@app.command("info", cls=_Command)
+@app.command("info", cls=Command, help=INFO_HELP)
 def _info(ascii: Ascii = False, color: Color = "auto") -> int:
-    out, _ = _consoles(ascii, color, False)
+    out, _ = consoles(ascii, color, False)
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -457,16 +446,6 @@ def _info(ascii: Ascii = False, color: Color = "auto") -> int:
     return 0
 
 
-def _consoles(ascii: bool, color: str, to_stdout: bool) -> tuple[Any, Any]:
-    """(where results go, where progress goes)."""
-    from scaledot import terminal
-
-    if color not in ("auto", "always", "never"):
-        raise InputError(f"--color is {color!r}: pass auto, always or never")
-    err = terminal.console(color=color, ascii=ascii, stderr=True)
-    return (err if to_stdout else terminal.console(color=color, ascii=ascii)), err
-
-
 def _print(
     terminal: Any, out: Any, doc: dict[str, Any], show: str, table: bool,
     head: tuple[int, int] | None, layers: list[int] | None, commands: list[tuple[str, str]],
@@ -488,7 +467,7 @@ def _texts(
     documents: list[str] = list(text or [])
     arguments = [f"--text {shlex.quote(t)}" for t in documents]
     for name in files or []:
-        documents.append(_read(name))
+        documents.append(read(name))
         arguments.append(f"--file {shlex.quote(name)}")
     if text is None and files is None:
         if lines:
@@ -500,37 +479,6 @@ def _texts(
     if not any(d.strip() for d in documents):
         raise InputError('the text is empty: pass --text "…" or --file PATH (- is standard input)')
     return documents, " ".join(arguments)
-
-
-def _read(name: str) -> str:
-    try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {name}: {(error.strerror or str(error)).lower()}") from None
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{name} is not UTF-8 text (byte {error.start:,}): convert it first"
-        ) from None
-
-
-def _check_writable(path: Path) -> None:
-    """Fail before the work, not after it."""
-    import os
-
-    folder = path.parent
-    reason = None
-    if path.is_dir():
-        reason = "it is a folder"
-    elif not folder.is_dir():
-        reason = f"no folder {folder}"
-    elif not os.access(path if path.exists() else folder, os.W_OK) or not os.access(
-        folder, os.W_OK
-    ):
-        reason = "permission denied"
-    if reason:
-        raise InputError(f"cannot write {path}: {reason}; nothing was run")
 
 
 def _commands(saved: str, model: str | None, text: str) -> dict[str, str]:
@@ -584,24 +532,9 @@ def _layers_option(layers: str | None) -> list[int] | None:
         return None
     result: set[int] = set()
     for part in layers.split(","):
-        low, high = _range_option("--layers", part.strip()) or _bad("--layers", layers)
+        low, high = span("--layers", part.strip()) or bad("--layers", layers)
         result |= set(range(low, high + 1))
     return sorted(result)
-
-
-def _range_option(name: str, text: str | None) -> tuple[int, int] | None:
-    """ "3" or "0-9", both ends included."""
-    if text is None:
-        return None
-    low, dash, high = text.partition("-")
-    high = high if dash else low
-    if not (low.isdecimal() and high.isdecimal()) or int(low) > int(high):
-        _bad(name, text)
-    return int(low), int(high)
-
-
-def _bad(name: str, text: str) -> NoReturn:
-    raise InputError(f"{name} is {text!r}: pass a number or a range, as 0-3")
 
 
 def _first_sentence(text: str) -> str:
@@ -610,7 +543,3 @@ def _first_sentence(text: str) -> str:
         if (end := head.find(mark)) > 20:
             return head[: end + 1]
     return head
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaledot import ScaledotError, __version__, heads
+from scaledot.lab.results import Estimate
 from scaledot.scales import rule
 from scaledot.whatif import CAVEAT
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from scaledot.conformance import Report
     from scaledot.findings import Head, Layer
     from scaledot.heads import HeadStats
+    from scaledot.lab.results import Result, Value
     from scaledot.observation import Observation
     from scaledot.stages import Trace
 
@@ -159,6 +161,42 @@ def check_document(report: Report) -> dict[str, Any]:
     )
 
 
+def lab_document(result: Result) -> dict[str, Any]:
+    """What an experiment of the laboratory found as a document: tables, sentences and figures. An
+    estimate becomes its value, error, theory and z."""
+
+    def plain(value: Value) -> Any:
+        if isinstance(value, Estimate):
+            return asdict(value) | {"z": value.z}
+        return value
+
+    return _clean(
+        {
+            "format": "scaledot/lab",
+            "version": VERSION,
+            "scaledot": __version__,
+            "experiment": result.experiment,
+            "about": result.about,
+            "settings": dict(result.settings),
+            "lines": list(result.lines),
+            "tables": [
+                {
+                    "title": table.title,
+                    "by": table.by,
+                    "shown": None if table.shown is None else list(table.shown),
+                    "columns": [asdict(column) for column in table.columns],
+                    "rows": [{k: plain(v) for k, v in row.items()} for row in table.rows],
+                }
+                for table in result.tables
+            ],
+            "says": list(result.says),
+            "panels": [asdict(panel) for panel in result.panels],
+            "source": result.source,
+        },
+        digits=17,
+    )
+
+
 def dump(document: Mapping[str, Any]) -> bytes:
     """A document as UTF-8 JSON."""
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -272,13 +310,13 @@ def _is_causal(visible: Any) -> bool:
     return bool(queries == keys > 1 and not visible.triu(1).any())
 
 
-def _clean(x: Any) -> Any:
-    """The same with NaN and ±inf as null and tuples as lists."""
+def _clean(x: Any, digits: int = 9) -> Any:
+    """The same with NaN and ±inf as null and tuples as lists. Nine digits carry a float32 exactly;
+    more would only make the file longer, but for what float64 alone holds, which takes 17."""
     if isinstance(x, dict):
-        return {k: _clean(v) for k, v in x.items()}
+        return {k: _clean(v, digits) for k, v in x.items()}
     if isinstance(x, list | tuple):
-        return [_clean(v) for v in x]
+        return [_clean(v, digits) for v in x]
     if isinstance(x, float):
-        # Nine digits carry a float32 exactly; more would only make the file longer.
-        return float(f"{x:.9g}") if math.isfinite(x) else None
+        return float(f"{x:.{digits}g}") if math.isfinite(x) else None
     return x

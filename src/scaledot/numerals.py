@@ -2,6 +2,7 @@
 as zero. Findings and every screen use these; they need nothing but the standard library."""
 
 import math
+import re
 from collections.abc import Sequence
 
 
@@ -71,6 +72,17 @@ def weight(x: float | None) -> str:
     return fraction(x).replace("0.", ".") if x is not None and 0 < x < 1 else number(x)
 
 
+def probability(x: float | None) -> str:
+    """A weight whose digits count at both ends: ``0.31``, ``2.1e−7``, ``1 − 3.7e−4``.
+
+    >>> [probability(x) for x in (0.31, 2.1e-7, 1 - 3.7e-4, 1, None)]
+    ['0.31', '2.1e−7', '1 − 3.7e−4', '1', '–']
+    """
+    if x is not None and 0.995 < x <= 1:
+        return f"1 − {small(1 - x)}" if x < 1 else "1"
+    return small(x)
+
+
 def share(x: float | None) -> str:
     """A share in percent: ``47 %``, never rounded to 0 or 100.
 
@@ -86,6 +98,15 @@ def share(x: float | None) -> str:
 def exact(x: float | None) -> str:
     """As :func:`number`, but a whole number has no decimals: ``15``, ``6.05``."""
     return number(x) if x is None or x % 1 else count(int(x))
+
+
+def factor(x: float | None) -> str:
+    """A scale or temperature, to four digits: ``0.125``, ``0.08839``, ``22.63``.
+
+    >>> [factor(x) for x in (0.125, 128**-0.5, 512**0.5, 8.0, None)]
+    ['0.125', '0.08839', '22.63', '8', '–']
+    """
+    return number(x) if x is None or not math.isfinite(x) else f"{x:.4g}".replace("-", "−")
 
 
 def count(n: int) -> str:
@@ -106,11 +127,14 @@ def seconds(x: float) -> str:
 
 
 def size(n: int) -> str:
-    """``512 B``, ``38 kB``, ``1.2 MB``"""
-    for unit, limit in (("B", 1000), ("kB", 1e6)):
+    """``512 B``, ``38 kB``, ``1.2 MB``, ``4.3 GB``, ``1,100 TB``"""
+    for unit, limit in (("B", 1e3), ("kB", 1e6)):
         if n < limit:
             return f"{n * 1000 / limit:.0f} {unit}"
-    return f"{n / 1e6:.1f} MB"
+    for unit, one in (("MB", 1e6), ("GB", 1e9)):
+        if n < 999.95 * one:
+            return f"{n / one:.1f} {unit}"
+    return f"{n / 1e12:.1f} TB" if n < 99.95e12 else f"{n / 1e12:,.0f} TB"
 
 
 def ranges(values: Sequence[int]) -> str:
@@ -122,3 +146,44 @@ def ranges(values: Sequence[int]) -> str:
         else:
             runs.append([value])
     return ", ".join(f"{r[0]}–{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+
+
+def estimated(value: float, error: float | None, theory: float | None) -> tuple[str, str, str]:
+    """(theory, estimate, standard error): the error to two digits, the estimate to the same place,
+    a theory that is a whole number without decimals; ``–`` for what there is not.
+
+    >>> estimated(1.0483, 0.0203, 1.0), estimated(3.1e-9, 2e-10, None)
+    (('1', '1.048', '0.020'), ('–', '3.10e−9', '2.0e−10'))
+    """
+    if not error or not math.isfinite(error) or not math.isfinite(value):
+        return small(theory), small(value), number(error)
+    place = 1 - math.floor(math.log10(float(f"{error:.1e}")))
+    largest = max(abs(value), error)
+    if (place > 6 and largest < 1e-3) or largest >= 1e6:
+        digits = max(place + math.floor(math.log10(largest)), 0)
+        return small(theory), _powers(value, digits), _powers(error, 1)
+    if theory is None or math.isnan(theory):
+        return "–", _placed(value, place), _placed(error, place)
+    shown = _placed(theory, 0 if theory == round(theory) else place)
+    return shown, _placed(value, place), _placed(error, place)
+
+
+def _placed(x: float, place: int) -> str:
+    """Rounded to that many decimals, or, for fewer than none, to tens and so on."""
+    return f"{round(x, place):,.{max(place, 0)}f}".replace("-", "−")
+
+
+def _powers(x: float, digits: int) -> str:
+    text = f"{x:.{digits}e}" if x else "0"
+    return re.sub(r"e([+-])0?", lambda m: "e" + m[1].strip("+"), text).replace("-", "−")
+
+
+def signed(x: float | None) -> str:
+    """A distance in standard errors: ``+1.41``, ``−0.49``; ``–`` if undefined.
+
+    >>> [signed(x) for x in (1.408, -0.49, 0, None)]
+    ['+1.41', '−0.49', '0.00', '–']
+    """
+    if x is None or math.isnan(x):
+        return "–"
+    return f"{x:+.2f}".replace("-", "−") if round(x, 2) else "0.00"

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from scaledot.numerals import count
+from scaledot.numerals import count, share
 from scaledot.tokens import safe
 
 Part = str | tuple[str, str]  # text, or text and its style
@@ -30,6 +30,7 @@ PIPED_WIDTH = 100  # where no terminal and no $COLUMNS gives a width
 NARROWEST = 40
 WIDE = 150  # from here on everything is shown
 
+_BELOW = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _ASCII = str.maketrans(
     {
         "·": ".",
@@ -63,6 +64,10 @@ _ASCII = str.maketrans(
         "⟩": ">",
         "◌": "",
         "√": "sqrt ",
+        "ᵀ": "^T",
+        "²": "^2",
+        "λ": "lambda",
+        "≠": "!=",
     }
 )
 
@@ -221,6 +226,7 @@ class Page:
         text = safe(text)
         if self.ascii:
             text = re.sub(r"√(\w+)|√(?=\()", lambda m: f"sqrt({m[1]})" if m[1] else "sqrt", text)
+            text = re.sub("[₀-₉]+", lambda m: "_" + m[0].translate(_BELOW), text)
             text = text.translate(_ASCII)
         if not self.unicode:
             text = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
@@ -312,14 +318,14 @@ def progress_line(
     page: Page, label: str, unit: str, done: int, total: int, tokens: int, elapsed: float
 ) -> Text:
     """``Auditing  ━━━╸───  12/40 windows · 12,288 tokens · 1,930/s · 0:15 left``; too narrow, parts
-    go from the right."""
+    go from the right. Without a unit the share that is done stands in place of the counts."""
     cells = 15
     full = cells * done // total if total else 0
     tip = "╸" if full < cells else ""
     line = Text(f"{label}  ")
     line.append(page.say("━" * full + tip), "cyan")
     line.append(page.say("─" * (cells - full - len(tip))), "dim")
-    parts = [f"  {done}/{total} {unit}"] if total else []
+    parts = [f"  {done}/{total} {unit}" if unit else f"  {share(done / total)}"] if total else []
     if tokens:
         parts += [f" · {count(tokens)} tokens", f" · {count(round(tokens / max(elapsed, 1e-9)))}/s"]
     if done:

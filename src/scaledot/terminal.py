@@ -3,7 +3,8 @@ so a saved audit prints again without its model.
 
 Here are the screens of an audit: header, one head in full, findings, what to type next. Its table
 and grid are in ``head_table``, the stages of a trace in ``trace_table``, the verdict on a function
-in ``check_table``, what all screens share in ``screen``.
+in ``check_table``, an experiment of the laboratory in ``lab_table``, what all screens share in
+``screen``.
 """
 
 import math
@@ -16,6 +17,7 @@ from rich.console import Console
 from scaledot.check_table import check_text, print_check
 from scaledot.head_file import print_head, print_measures
 from scaledot.head_table import STATISTICS, NotHereError, head_label, print_statistics
+from scaledot.lab_table import lab_text, print_lab
 from scaledot.numerals import count, counted, ranges, seconds, size
 from scaledot.screen import Page, Part, console, pad, printed, progress, wrap, wrap_command
 from scaledot.trace_table import print_trace, trace_html, trace_text
@@ -26,9 +28,11 @@ __all__ = [
     "audit_text",
     "check_text",
     "console",
+    "lab_text",
     "print_audit",
     "print_check",
     "print_heads",
+    "print_lab",
     "print_trace",
     "progress",
     "trace_html",
