@@ -1,4 +1,4 @@
-"""The README's code runs and prints what it says."""
+"""The README's code runs and prints what it says; the Japanese one shows the same."""
 
 import contextlib
 import io
@@ -39,6 +39,18 @@ def test_observing_as_the_readme_does(capsys):
     assert said.endswith("False\n")
 
 
+def test_the_layer_shows_its_steps(capsys):
+    import torch
+
+    import scaledot
+
+    code = [text for language, text in BLOCKS if language == "python"][3]
+    exec(compile(code, "README", "exec"), {"scaledot": scaledot, "x": torch.randn(1, 5, 512)})
+    said = capsys.readouterr().out
+    for step in ("split", "scores", "weights", "concat", "output"):
+        assert step in said, said
+
+
 def test_every_file_and_link_named_exists():
     root = Path(__file__).parents[1]
     for link in re.findall(r"\]\(([^)#]+)\)", README):
@@ -52,3 +64,15 @@ def test_the_picture_asks_for_nothing():
     addresses = set(re.findall(r"https?://[^\"')\s]+", svg))
     assert addresses <= {"http://www.w3.org/2000/svg", "https://www.textualize.io"}
     assert "0.0" in svg
+
+
+def test_the_japanese_readme_has_blocks_of_the_english_one_in_order():
+    root = Path(__file__).parents[1]
+    japanese = (root / "README.ja.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(\w*)\n(.*?)```", japanese, re.S)
+    assert blocks[:4] == BLOCKS[:4]  # the first screen, its example and what that prints
+    rest = iter(BLOCKS)
+    for block in blocks:
+        assert block in rest, f"not in README.md, or earlier than here:\n{block[1]}"
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", japanese):
+        assert (root / link).exists(), link
