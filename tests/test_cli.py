@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scaledot import ScaledotError
 from scaledot.cli import run
 from scaledot.loading import SAMPLE, sample_text
 
@@ -415,3 +416,16 @@ def test_ctrl_c_before_anything_is_done_says_so(monkeypatch, capsys):
     monkeypatch.setattr("scaledot.loading.load", stop)
     assert run(["audit", "--json", "-"]) == 130
     assert capsys.readouterr().err.endswith("stopped: nothing was finished\n")
+
+
+def test_a_full_disk_does_not_take_the_table(capfd, here, monkeypatch):
+    def full(path, _):
+        raise ScaledotError(f"cannot write {path}: no space left on device")
+
+    monkeypatch.setattr("scaledot.heads.write", full)
+    code, out, err = scaledot(capfd, "audit", "--text", TEXT, "--quick")
+    assert code == 2
+    assert "score variance" in out
+    assert "wrote" not in out
+    assert err.endswith("scaledot: cannot write audit.json: no space left on device\n")
+    assert list(here.iterdir()) == []

@@ -388,6 +388,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["kept"]
 
 
+def test_what_is_no_file_is_written_to_and_stays(tmp_path):
+    """Renamed over, /dev/null would become a file, for everybody where root runs this."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write(pipe, b"new")
+        assert os.read(reader, 9) == b"new"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"old")

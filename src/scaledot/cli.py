@@ -261,15 +261,21 @@ def _audit(
     saved = "-" if to_stdout else json
     doc = document.audit_document(result, _commands(saved, model, arguments))
     data = document.dump(doc)
+    wrote, unsaved = None, None
     if to_stdout:
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
     else:
         from scaledot.heads import write
 
-        write(json, data)
-    wrote = None if to_stdout else (json, len(data))
+        try:
+            write(json, data)
+            wrote = (json, len(data))
+        except ScaledotError as error:  # a full disk must not take the table, too
+            unsaved = error
     _print(terminal, out, doc, show, table, one, some, _next(doc, saved), wrote)
+    if unsaved is not None:
+        raise unsaved
     return 0 if result.complete else 130
 
 

@@ -517,14 +517,24 @@ def _module(module: str, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
     )
 
 
+def is_special(path: Path) -> bool:
+    """Whether a path is there and neither file nor folder: a device, a pipe."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def write(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file, then rename it into place: a failure never spoils an older file.
+
+    What is no file (a pipe, /dev/null) is written to: renamed over, it would be gone.
 
     Raises: ScaledotError saying why it cannot be written.
     """
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
+        if is_special(target):
+            target.write_bytes(data)
+            return
         partial.write_bytes(data)
         partial.replace(target)
     except OSError as error:

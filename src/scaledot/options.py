@@ -97,8 +97,9 @@ def check_writable(path: Path) -> None:
         reason = "it is a folder"
     elif not folder.is_dir():
         reason = f"no folder {folder}"
-    elif not os.access(path if path.exists() else folder, os.W_OK) or not os.access(
-        folder, os.W_OK
+    elif not os.access(path if path.exists() else folder, os.W_OK) or not (
+        os.access(folder, os.W_OK)
+        or (path.exists() and not path.is_file())  # a device or a pipe: nothing is renamed over it
     ):
         reason = "permission denied"
     if reason:
