@@ -1016,12 +1016,12 @@ def test_a_mistake_on_the_command_line_is_one_line(capfd, here, args):
 
 
 def test_help_lists_every_option(capfd):
-    from scaledot import cli
+    from scaledot import cli_check
 
     code, out, _ = command(capfd, "--help")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    for name in inspect.signature(cli._check).parameters:
+    for name in inspect.signature(cli_check.check).parameters:
         assert (name.upper() if name == "function" else f"--{name}") in out
 
 

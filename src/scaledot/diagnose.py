@@ -1,6 +1,7 @@
 """Head statistics → findings: what, where, how much, what it means, what to look at next.
 
-A finding describes; it accuses only where a computation is not the one configured (faults.py).
+A finding describes; it accuses only where a computation is not the one configured
+(scale_faults.py, mask_faults.py).
 Saturated heads, sinks and wide scores are how trained models work, so they are `look` or `note`.
 Thresholds and their sources: docs/maths.md#findings.
 """
@@ -12,7 +13,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from scaledot import whatif
-from scaledot.faults import faults
 from scaledot.findings import (
     SHOWN,
     Finding,
@@ -29,10 +29,12 @@ from scaledot.findings import (
 )  # fmt: skip
 from scaledot.leakage import Leak
 from scaledot.mask_check import MaskFacts
+from scaledot.mask_faults import mask_faults
 from scaledot.numerals import counted, fraction, number, share, small, weight, whole
 from scaledot.precision import FLOAT16_MAX
 from scaledot.profiles import LABELS
 from scaledot.reference import FLAT, UNIT
+from scaledot.scale_faults import scale_faults
 
 UNIFORM = FLAT**2
 """Within-row variance below this costs under .005 nat of entropy."""
@@ -68,7 +70,7 @@ def findings(
         _prefixes,
         _uniform, _alike, _range, _storage,
     )  # fmt: skip
-    computed = faults(heads, layers, d_model, masks or {}, leaks)
+    computed = scale_faults(heads, layers, d_model) + mask_faults(layers, masks or {}, leaks)
     for result in (*computed, *(check(heads) for check in checks)):
         if isinstance(result, Finding):
             found.append(result)
