@@ -102,7 +102,8 @@ def attention(
 
     An empty row gives 0. A visible NaN or inf gives NaN; a masked one never matters. Gradients
     flow to query, key, value, a float mask, sinks, and from `rows.lse` and `rows.entropy`; double
-    backward raises. Statistics change nothing: the output is the same with and without.
+    backward and forward mode raise. Statistics change nothing: the output is the same with and
+    without.
 
     Error: `error_bound`, `mass_bound` (tests/test_tiled.py).
     Raises: ValueError or TypeError that names the argument, what came and what to pass.
@@ -321,7 +322,8 @@ def _run(
 
 
 def _reverse_mode(*tensors: Tensor | None) -> None:
-    """Forward-mode derivatives of a kernel would come out as 0."""
+    """Refuse what a kernel has no derivative for, by the exception of torch's fused kernels: a
+    forward-mode derivative would come out as 0."""
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(x).tangent is not None for x in tensors if x is not None
     ):

@@ -178,28 +178,16 @@ def _project(
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Mask | Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool | str = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    window: int | tuple[int, int] | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    kernel: str = "auto",
-    return_stats: bool = False,
-) -> Tensor | tuple[Tensor, RowStats]:
-    """`scaledot.attention`, seen by observations."""
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Mask | Tensor | None, dropout_p: float,
+    is_causal: bool | str, scale: float | None, enable_gqa: bool, *,
+    window: int | tuple[int, int] | None, return_stats: bool, **terms: Any,
+) -> Tensor | tuple[Tensor, RowStats]:  # fmt: skip
+    """`scaledot.attention`, which hands over all its arguments, seen by observations."""
     if window is not None:
         attn_mask = Mask(window=window) & (Mask() if attn_mask is None else attn_mask)
     out, attended = attend(
-        None, query, key, value, attn_mask, is_causal=is_causal, scale=scale, softcap=softcap,
-        sinks=sinks, enable_gqa=enable_gqa, dropout_p=dropout_p, want_weights=return_stats,
-        kernel=kernel,
+        None, query, key, value, attn_mask, is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa, dropout_p=dropout_p, want_weights=return_stats, **terms,
     )  # fmt: skip
     if not return_stats:
         return out
