@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -350,3 +351,21 @@ def test_numbers_of_other_kinds_are_numbers():
     assert scale == 0.25
     assert isinstance(scale, float)
     assert checks.problem(q(), q(), None).scale == 1 / math.sqrt(7)
+
+
+@pytest.mark.parametrize("value", [1, np.int64(7), 10**9])
+def test_whole_numbers_of_any_kind(value):
+    assert checks.whole("trials", value) == int(value)
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "3", None, [1]])
+def test_what_is_no_whole_number_is_a_type_error(value):
+    with pytest.raises(TypeError, match=r"trials is .*: pass a whole number"):
+        checks.whole("trials", value)
+
+
+def test_too_small_says_the_least():
+    with pytest.raises(ValueError, match="d_k is 0: pass at least 1"):
+        checks.whole("d_k", 0)
+    with pytest.raises(ValueError, match="trials is 1: pass at least 2"):
+        checks.whole("trials", 1, least=2)

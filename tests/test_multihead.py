@@ -730,11 +730,11 @@ def test_nested_tensors() -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"embed_dim": 13}, "embed_dim is 13 with 3 heads: pass a positive multiple of num_heads"),
-    ({"embed_dim": 0}, "embed_dim is 0 with 3 heads"),
-    ({"num_heads": 0}, "embed_dim is 12 with 0 heads"),
+    ({"embed_dim": 13}, "embed_dim is 13 with 3 heads: pass a multiple of num_heads"),
+    ({"embed_dim": 0}, "embed_dim is 0: pass at least 1"),
+    ({"num_heads": 0}, "num_heads is 0: pass at least 1"),
     ({"num_kv_heads": 2}, "num_kv_heads is 2 with 3 heads: pass a divisor of num_heads"),
-    ({"num_kv_heads": 0}, "num_kv_heads is 0 with 3 heads"),
+    ({"num_kv_heads": 0}, "num_kv_heads is 0: pass at least 1"),
     ({"dropout": 1.5}, "dropout_p is 1.5"),
     ({"scale": "1/sqrt(d)"}, r"scale is '1/sqrt\(d\)': pass one of 1/sqrt_d_k"),
     ({"scale": float("nan")}, "scale is nan: pass a finite number"),
@@ -744,6 +744,25 @@ def test_nested_tensors() -> None:
 def test_bad_constructors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MultiheadAttention(**{"embed_dim": DIM, "num_heads": HEADS, **options})
+
+
+@pytest.mark.usefixtures("unannotated")
+@pytest.mark.parametrize("name", ["embed_dim", "num_heads", "num_kv_heads", "kdim", "vdim"])
+def test_a_size_that_is_no_whole_number_is_named(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is '3': pass a whole number"):
+        MultiheadAttention(**{"embed_dim": DIM, "num_heads": HEADS, name: "3"})
+
+
+@pytest.mark.usefixtures("unannotated")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_no_tensor_is_named(place: int) -> None:
+    ours, x = MultiheadAttention(DIM, HEADS), torch.randn(5, DIM)
+    given = [x, x, x]
+    given[place] = "words"
+    name = ("query", "key", "value")[place]
+    for call in (ours, ours.trace):
+        with pytest.raises(TypeError, match=f"{name} must be a torch tensor, got str"):
+            call(*given)
 
 
 @pytest.mark.usefixtures("unannotated")

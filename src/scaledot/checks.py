@@ -160,6 +160,19 @@ def same_axes(query: Tensor, key: Tensor, value: Tensor | None) -> bool:
     )
 
 
+def whole(name: str, value: object, least: int = 1) -> int:
+    """A whole number of at least `least`.
+
+    Raises: TypeError for anything else, ValueError for a smaller one.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {value!r}: pass a whole number")
+    number = value.__index__()
+    if number < least:
+        raise ValueError(f"{name} is {number}: pass at least {least}")
+    return number
+
+
 def tensor(name: str, x: object) -> None:
     """Raise TypeError if x is no tensor."""
     if not isinstance(x, Tensor):

@@ -65,7 +65,7 @@ class MultiheadAttention(nn.Module):
     fused encoder layer asks `_qkv_same_embed_dim` and passes this module by where it is True; here
     it never is.
 
-    Raises: ValueError that names the argument, what came and what to pass.
+    Raises: ValueError or TypeError that names the argument, what came and what to pass.
     Source: Vaswani et al. 2017, section 3.2.2.
 
     >>> mha = MultiheadAttention(64, 4, batch_first=True)
@@ -97,20 +97,21 @@ class MultiheadAttention(nn.Module):
         scale: str | float | None = None,
     ) -> None:
         super().__init__()
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+        embed_dim = checks.whole("embed_dim", embed_dim)
+        num_heads = checks.whole("num_heads", num_heads)
+        kv_heads = num_heads if num_kv_heads is None else checks.whole("num_kv_heads", num_kv_heads)
+        if embed_dim % num_heads:
             raise ValueError(
-                f"embed_dim is {embed_dim} with {num_heads} heads: "
-                "pass a positive multiple of num_heads"
+                f"embed_dim is {embed_dim} with {num_heads} heads: pass a multiple of num_heads"
             )
-        if kv_heads < 1 or num_heads % kv_heads:
+        if num_heads % kv_heads:
             raise ValueError(
                 f"num_kv_heads is {kv_heads} with {num_heads} heads: pass a divisor of num_heads"
             )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
+        self.kdim = embed_dim if kdim is None else checks.whole("kdim", kdim)
+        self.vdim = embed_dim if vdim is None else checks.whole("vdim", vdim)
         self.dropout = checks.dropout(dropout)
         self.batch_first, self.add_zero_attn = batch_first, add_zero_attn
         self.softcap, self.scale = checks.soft_cap(softcap), scale
@@ -204,6 +205,7 @@ class MultiheadAttention(nn.Module):
         Raises: ValueError or TypeError that names the argument, what came and what to pass; with
         need_weights also for a mask whose values say that it was meant otherwise.
         """
+        checks.tensor("query", query)
         if query.is_nested:
             alone = query is key is value and key_padding_mask is None and attn_mask is None
             if not alone or not self.batch_first or query.layout != torch.strided:
@@ -278,6 +280,7 @@ class MultiheadAttention(nn.Module):
             ("value", value, self.vdim),
         )
         for name, x, width in given:
+            checks.tensor(name, x)
             if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != width:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}: expected {order.format(width)}, "

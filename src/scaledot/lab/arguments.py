@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-
-def whole(name: str, value: object, least: int = 1) -> int:
-    """A whole number of at least `least`.
-
-    Raises: TypeError for anything else, ValueError for a smaller one.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} is {value!r}: pass a whole number")
-    number = value.__index__()
-    if number < least:
-        raise ValueError(f"{name} is {number}: pass at least {least}")
-    return number
+from scaledot.checks import whole
 
 
 def sizes(name: str, values: object, least: int = 1) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from scaledot import dispatch
+from scaledot.checks import whole
 from scaledot.lab import arguments, timings
 from scaledot.lab.published import Model, configured, custom, named
 from scaledot.lab.results import Column, Line, Panel, Result, Table
@@ -82,12 +83,12 @@ def cost(
         "layers": layers, "heads": heads, "kv_heads": kv_heads, "d_model": d_model, "d_k": d_k,
         "value_dim": value_dim,
     }  # fmt: skip
-    given = {k: arguments.whole(k, v) for k, v in named_sizes.items() if v is not None}
+    given = {k: whole(k, v) for k, v in named_sizes.items() if v is not None}
     lengths = arguments.sizes("tokens", tokens)
-    itemsize = arguments.whole("itemsize", itemsize)
-    repeats = arguments.whole("repeats", repeats)
-    budget = arguments.whole("budget", budget)
-    work = arguments.whole("work", work)
+    itemsize = whole("itemsize", itemsize)
+    repeats = whole("repeats", repeats)
+    budget = whole("budget", budget)
+    work = whole("work", work)
     m = _sizes(model, given)
     flops = tuple(_flops(m, n, causal) for n in lengths)
     moved = tuple(_moved(m, n, itemsize) for n in lengths)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scaledot.checks import ScaledotError
+from scaledot.checks import ScaledotError, whole
 from scaledot.lab import arguments, dots
 from scaledot.lab.dots import Law
 from scaledot.lab.results import Column, Estimate, Line, Panel, Result, Table, Value, chance
@@ -83,7 +83,7 @@ def variance(
     sizes = arguments.sizes("d_k", d_k)
     if max(sizes) > _LARGEST:
         raise ValueError(f"d_k is {max(sizes):,}: pass at most {_LARGEST:,}")
-    trials, seed = arguments.whole("trials", trials, 2), arguments.seed(seed)
+    trials, seed = whole("trials", trials, 2), arguments.seed(seed)
     law = dots.law(components, mean, correlation, degrees)
     if model is not None and (sizes != _D_K or law != Law()):
         raise ValueError(
@@ -98,7 +98,7 @@ def variance(
         raise ValueError("the text is empty: pass some words, or none for the embedded text")
     for name, size in (("d_model", d_model), ("keys", keys)):
         if size is not None:
-            arguments.whole(name, size)
+            whole(name, size)
     settings = {
         "d_k": list(sizes), "trials": trials, "seed": seed, "components": components,
         "mean": law.mean, "correlation": law.correlation, "degrees": law.degrees, "scale": scale,

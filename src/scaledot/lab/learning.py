@@ -30,9 +30,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from scaledot.checks import whole
 from scaledot.dispatch import attention, compute
 from scaledot.kernels import Gradients
-from scaledot.lab.arguments import one_of, sizes, whole
+from scaledot.lab.arguments import one_of, sizes
 from scaledot.lab.arguments import seed as checked_seed
 from scaledot.lab.curves import VOCABULARY, Arm, Point, report
 from scaledot.lab.results import Result

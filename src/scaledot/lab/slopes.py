@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from scaledot.checks import whole
 from scaledot.lab import arguments, gaussian
 from scaledot.lab.gaussian import Running
 from scaledot.lab.results import Column, Estimate, Line, Panel, Result, Table
@@ -60,12 +61,12 @@ def gradient(
     [('dS', 0.411), ('dQ', 0.414), ('dK', 0.417)]
     """
     sizes = arguments.sizes("d_k", d_k)
-    keys = gaussian.lengths(arguments.whole("keys", keys, 2))[0]
-    value_dim = arguments.whole("value_dim", value_dim)
+    keys = gaussian.lengths(whole("keys", keys, 2))[0]
+    value_dim = whole("value_dim", value_dim)
     if d_model is not None:
-        d_model = arguments.whole("d_model", d_model)
+        d_model = whole("d_model", d_model)
     asked = gaussian.asked(rules)
-    trials, seed = arguments.whole("trials", trials, 2), arguments.seed(seed)
+    trials, seed = whole("trials", trials, 2), arguments.seed(seed)
     lengths: list[dict[str, Any]] = []
     softmaxes: list[dict[str, Any]] = []
     for i, d in enumerate(sizes):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from scaledot.checks import whole
 from scaledot.heads import SATURATED
 from scaledot.lab import arguments, gaussian, given
 from scaledot.lab.gaussian import Running
@@ -61,11 +62,11 @@ def saturation(
     """
     sizes = arguments.sizes("d_k", d_k)
     if d_model is not None:
-        d_model = arguments.whole("d_model", d_model)
+        d_model = whole("d_model", d_model)
     if scores is not None:
         return given.saturation_of(given.parsed(scores), sizes, scale, d_model)
     lengths = gaussian.lengths(keys)
-    trials, seed = arguments.whole("trials", trials, 2), arguments.seed(seed)
+    trials, seed = whole("trials", trials, 2), arguments.seed(seed)
     rules = gaussian.asked(("none", scale))
     by_rule: list[list[dict[str, Any]]] = [[] for _ in rules]
     done, total = 0, trials * sum(lengths) * len(sizes)
@@ -248,14 +249,14 @@ def scales(
     >>> [round(row["entropy"].theory, 2) for row in result.rows]
     [0.92, 6.43]
     """
-    lengths, d_k = gaussian.lengths(keys), arguments.whole("d_k", d_k)
-    d_model = arguments.whole("d_model", d_model)
+    lengths, d_k = gaussian.lengths(keys), whole("d_k", d_k)
+    d_model = whole("d_model", d_model)
     asked = gaussian.asked(rules)
     if isinstance(temperature, bool) or not isinstance(temperature, Real):
         raise TypeError(f"temperature is {temperature!r}: pass a number above 0")
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature is {temperature}: pass a finite number above 0")
-    trials, seed = arguments.whole("trials", trials, 2), arguments.seed(seed)
+    trials, seed = whole("trials", trials, 2), arguments.seed(seed)
     temperature = float(temperature)
     by_rule: list[list[dict[str, Any]]] = [[] for _ in asked]
     done, total, apart = 0, trials * sum(lengths), 0.0

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from scaledot import dispatch
+from scaledot.checks import whole
 from scaledot.lab import arguments, timings
 from scaledot.lab.results import Column, Estimate, Line, Panel, Result, Table, Value
 from scaledot.numerals import small
@@ -71,10 +72,10 @@ def multihead(
     >>> multihead(64, (1, 4), keys=32, measure=False).column("exp")
     [1024, 4096]
     """
-    d_model = arguments.whole("d_model", d_model)
+    d_model = whole("d_model", d_model)
     several = arguments.sizes("heads", heads)
-    keys = arguments.whole("keys", keys)
-    repeats = arguments.whole("repeats", repeats)
+    keys = whole("keys", keys)
+    repeats = whole("repeats", repeats)
     seed = arguments.seed(seed)
     if seed > _LARGEST_SEED:
         raise ValueError(f"seed is {seed}: torch takes at most {_LARGEST_SEED}")
