@@ -271,7 +271,7 @@ def test_a_nat_beyond_width_is_no_structure():
 def test_heads_past_the_sharp_scale_are_named_and_only_for_these_q_and_k():
     f = found(heads(changed("whatif", largest=0.4), changed("whatif", largest=2.0)))[0]["sharp"]
     assert f.title == "Half the rows give one key .9 or more in 1 of 8 heads"
-    assert f.seen.startswith("0.0 does so from ÷2.50 of the scale applied on")
+    assert f.seen.startswith("0.0 already does with its scale ÷2.50; the median head ")
     assert "fixed q and k only" in f.means
     _, clear = found(heads(changed("whatif", largest=2.0)))
     assert clear["room for scale"].startswith("×2.00 (0.0) or more")

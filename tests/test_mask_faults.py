@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import scaledot
-from scaledot import auditing
 from scaledot.diagnose import findings
-from scaledot.findings import Finding, heads_of
+from scaledot.findings import Finding, heads_of, layers_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 from transformers import masking_utils as hf  # noqa: E402
@@ -32,7 +31,7 @@ def look(model: nn.Module, *runs: dict[str, Any], call: Any = None) -> Any:
     with torch.no_grad(), scaledot.observe(model) as seen:
         for given in runs:
             (call or model)(**given)
-    places = auditing._layers(seen.calls, seen.heads, model)
+    places = layers_of(seen.calls, seen.heads, model)
     heads = [h for x in places for h in heads_of(seen.heads[x.path], x.index)]
     found, clear = findings(heads, places, None, seen.masks)
     about = {f.id: f for f in found if f.source == "docs/maths.md#masks"}

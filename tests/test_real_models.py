@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import scaledot
-from scaledot import roles
+from scaledot import exploring, roles
+from scaledot.loading import Loaded
 from scaledot.observation import TOLERANCE
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -318,3 +319,13 @@ def test_smollm2_has_previous_token_and_induction_heads(
         (18, 6), (17, 3), (17, 4), (17, 5)
     }  # fmt: skip
     assert float(score.median()) < 0.03
+
+
+def test_the_page_says_what_comes_next(smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    explorer = exploring.prepare(Loaded(model.base_model, tokenizer, "smollm2", predictor=model))
+    reading = exploring.read(explorer, FRANCE)
+    assert reading.following is not None
+    assert reading.following.tokens[0][0] == "␣Paris"
+    assert len(reading.layers) == len(explorer.projections) == 30
+    assert {x.sight.kind for x in reading.layers} == {"causal"}

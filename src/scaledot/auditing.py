@@ -11,7 +11,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,13 +19,12 @@ from torch import Tensor
 from scaledot import ScaledotError
 from scaledot import heads as head_stats
 from scaledot.diagnose import findings
-from scaledot.findings import Finding, Head, Layer, heads_of
+from scaledot.findings import Finding, Head, Layer, architecture_of, heads_of, layers_of
 from scaledot.heads import SATURATED, HeadStats
 from scaledot.leakage import resting
 from scaledot.mask_check import MaskFacts
 from scaledot.observation import observe
 from scaledot.roles import delimiters
-from scaledot.scales import of_call
 from scaledot.trials import Trials, try_out
 from scaledot.windows import (
     arguments,
@@ -35,6 +34,9 @@ from scaledot.windows import (
     has_vocabulary,
     windows_of,
 )
+
+if TYPE_CHECKING:
+    from scaledot.exploring import Reading
 
 SEED = 20260714
 
@@ -71,18 +73,41 @@ class Audit:
     checked: tuple[tuple[str, str], ...]
     stats: Mapping[str, HeadStats] = field(repr=False)
     complete: bool = True
+    example: Reading | None = field(default=None, repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> int:
-        """Write the audit as JSON, whole or not at all, and return its size in bytes.
+        """Write the audit as JSON, or as a page where the path ends in .html; whole or not at all.
+        Return its size in bytes.
 
         Raises: ScaledotError if the file cannot be written.
         """
+        if os.fspath(path).lower().endswith((".html", ".htm")):
+            return self.to_html(path)
         from scaledot.document import audit_document, dump
 
         again = {"audit": f"scaledot audit {shlex.quote(os.fspath(path))}"}
         data = dump(audit_document(self, again))
         head_stats.write(path, data)
         return len(data)
+
+    def to_html(self, path: str | os.PathLike[str]) -> int:
+        """Write the audit as one page that needs nothing else, and return its size in bytes.
+
+        Raises: ScaledotError if the file cannot be written, or the audit has no example.
+        """
+        from scaledot.document import report_document
+        from scaledot.report import page
+
+        data = page(report_document(self)).encode()
+        head_stats.write(path, data)
+        return len(data)
+
+    def _repr_html_(self) -> str:
+        from scaledot.document import FRAMED, report_document
+        from scaledot.report import frame
+
+        document = report_document(self, budget=FRAMED)
+        return frame(document, f"scaledot: audit of {self.model['name']}")
 
     def __str__(self) -> str:
         from scaledot.document import audit_document
@@ -155,6 +180,7 @@ def audit(
     unobserved: list[str] = []
     masks: dict[str, MaskFacts] = {}
     trials = Trials()
+    example = _example(model, tokenizer, texts, windows[0], name)
     marks = delimiters(tokenizer) if not quick and has_vocabulary(tokenizer) else None
     try:
         with resting(model), observe(model, full=not quick, delimiters=marks) as seen:
@@ -177,7 +203,7 @@ def audit(
     seconds = time.perf_counter() - started
 
     config = getattr(model, "config", None)
-    places = _layers(calls, kept, model)
+    places = layers_of(calls, kept, model)
     if wanted is not None:
         absent = wanted - {x.index for x in places}
         if absent:
@@ -198,8 +224,8 @@ def audit(
     longest = max(w["input_ids"].shape[-1] for w in windows[:done])
     return Audit(
         model={
-            "name": name or _name(model),
-            "architecture": _architecture(model, places, masks),
+            "name": name or name_of(model),
+            "architecture": architecture_of(model, places, masks),
             "layers": len(places),
             "heads": places[0].heads,
             "kv_heads": places[0].kv_heads,
@@ -235,33 +261,26 @@ def audit(
         checked=tuple(clear),
         stats=stats,
         complete=complete,
+        example=example,
     )
 
 
-def _layers(calls: Mapping[str, Any], stats: Mapping[str, HeadStats], model: Any) -> list[Layer]:
-    """Every observed call in order, with the scale that the configuration gives it."""
-    depth: dict[tuple[str, bool], int] = {}
-    result = []
-    for index, path in enumerate(stats):
-        call = calls[path]
-        stack = (call.kind, call.causal)
-        within = depth.get(stack, 0)
-        depth[stack] = within + 1
-        given, own = of_call(model, call.path, call.d_k, within)
-        result.append(
-            Layer(
-                index, path, call.kind, call.causal, call.d_k, call.heads, call.kv_heads,
-                call.scale, call.softcap, call.sinks, call.window,
-                given, own, _keeps_sinks(model, call.path),
-            )
-        )  # fmt: skip
-    return result
+def _example(
+    model: Any, tokenizer: Any, texts: Sequence[str], window: Mapping[str, Tensor],
+    name: str | None,
+) -> Reading | None:  # fmt: skip
+    """The first tokens of the text as a page shows them; None for a model that cannot be given so
+    few."""
+    from scaledot.document import example_length
+    from scaledot.exploring import excerpt, prepare
+    from scaledot.loading import Loaded
 
-
-def _keeps_sinks(model: Any, path: str) -> bool:
-    """Whether a module has learned sinks, as gpt-oss's attentions do."""
-    module = dict(model.named_modules()).get(path)
-    return isinstance(getattr(module, "sinks", None), Tensor)
+    loaded = Loaded(model, tokenizer, name or name_of(model))
+    try:
+        explorer = prepare(loaded, next(t for t in texts if t.strip()))
+        return excerpt(explorer, window, example_length(explorer.packed))
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return None
 
 
 def _attention_kind(
@@ -277,21 +296,7 @@ def _attention_kind(
     return "full" if int(stats.scaled.count.max()) >= pairs else "masked"
 
 
-def _architecture(model: Any, layers: Sequence[Layer], masks: Mapping[str, MaskFacts]) -> str:
-    """ "GPT-2 decoder", "BERT encoder": the family as its configuration names it, and its shape."""
-    kind = getattr(getattr(model, "config", None), "model_type", "") or type(model).__name__
-    known = {"gpt2": "GPT-2", "llama": "Llama", "t5": "T5", "distilbert": "DistilBERT",
-             "roberta": "RoBERTa", "mistral": "Mistral", "gemma": "Gemma", "gemma2": "Gemma 2",
-             "gemma3_text": "Gemma 3", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt_oss": "gpt-oss",
-             "gpt_neox": "GPT-NeoX", "whisper": "Whisper"}  # fmt: skip
-    name = known.get(kind) or (kind.upper() if len(kind) <= 6 else kind)
-    if any(x.kind == "cross" for x in layers):
-        return f"{name} encoder-decoder"
-    meant = [masks[x.path].causal for x in layers if x.path in masks]
-    return f"{name} {'decoder' if all(x.causal for x in layers) or any(meant) else 'encoder'}"
-
-
-def _name(model: Any) -> str:
+def name_of(model: Any) -> str:
     path = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
     return os.path.basename(os.path.normpath(path)) if path else type(model).__name__
 
@@ -397,7 +402,7 @@ def trace_head(
     trace = seen.trace(paths[layer], head=head)
     return trace_document(
         trace,
-        model={"name": name or _name(model), "d_k": call.d_k},
+        model={"name": name or name_of(model), "d_k": call.d_k},
         text=text,
         layer=layer,
         head=head,

@@ -399,7 +399,7 @@ def _other_scales(heads: Sequence[Head]) -> Result:
             f"×{number(min(least, largest))} ({first.name}) or more before half the rows give one "
             "key .9",
         )
-    room = f"×{number(middle)}" if 0 < middle < math.inf else "beyond what was swept"
+    room = f"would with ×{number(middle)}" if 0 < middle < math.inf else "does nowhere in the sweep"
     least, first = min(there, key=lambda pair: pair[0])
     at = f"÷{number(1 / least)}" if least else "smaller than any swept"
     return Finding(
@@ -407,7 +407,7 @@ def _other_scales(heads: Sequence[Head]) -> Result:
         "note",
         f"Half the rows give one key .9 or more in {out_of(len(bad), len(heads), 'head')}",
         whereabouts(bad),
-        f"{first.name} does so from {at} of the scale applied on, the median head from {room}.",
+        f"{first.name} already does with its scale {at}; the median head {room}.",
         whatif.CAVEAT,
         f"{{audit}} --head {first.name}",
         "docs/maths.md#what-if",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
 
 from scaledot.heads import SATURATED, HeadStats
 from scaledot.numerals import counted, ranges
 from scaledot.precision import FLOAT16_MAX
 from scaledot.profiles import Profile, profiles
-from scaledot.scales import Configured
+from scaledot.scales import Configured, of_call
+
+if TYPE_CHECKING:
+    from scaledot.mask_check import MaskFacts
 
 POSITIONS = ("first", "previous", "current", "next")
 
@@ -146,6 +151,46 @@ class Layer:
     configured: Configured | None
     own: tuple[float, str] | None = None
     own_sinks: bool = False
+
+
+def layers_of(calls: Mapping[str, Any], stats: Mapping[str, HeadStats], model: Any) -> list[Layer]:
+    """Every observed call in order, with the scale that the configuration gives it."""
+    depth: dict[tuple[str, bool], int] = {}
+    result = []
+    for index, path in enumerate(stats):
+        call = calls[path]
+        stack = (call.kind, call.causal)
+        within = depth.get(stack, 0)
+        depth[stack] = within + 1
+        given, own = of_call(model, call.path, call.d_k, within)
+        result.append(
+            Layer(
+                index, path, call.kind, call.causal, call.d_k, call.heads, call.kv_heads,
+                call.scale, call.softcap, call.sinks, call.window,
+                given, own, _keeps_sinks(model, call.path),
+            )
+        )  # fmt: skip
+    return result
+
+
+def _keeps_sinks(model: Any, path: str) -> bool:
+    """Whether a module has learned sinks, as gpt-oss's attentions do."""
+    module = dict(model.named_modules()).get(path)
+    return isinstance(getattr(module, "sinks", None), Tensor)
+
+
+def architecture_of(model: Any, layers: Sequence[Layer], masks: Mapping[str, MaskFacts]) -> str:
+    """ "GPT-2 decoder", "BERT encoder": the family as its configuration names it, and its shape."""
+    kind = getattr(getattr(model, "config", None), "model_type", "") or type(model).__name__
+    known = {"gpt2": "GPT-2", "llama": "Llama", "t5": "T5", "distilbert": "DistilBERT",
+             "roberta": "RoBERTa", "mistral": "Mistral", "gemma": "Gemma", "gemma2": "Gemma 2",
+             "gemma3_text": "Gemma 3", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt_oss": "gpt-oss",
+             "gpt_neox": "GPT-NeoX", "whisper": "Whisper"}  # fmt: skip
+    name = known.get(kind) or (kind.upper() if len(kind) <= 6 else kind)
+    if any(x.kind == "cross" for x in layers):
+        return f"{name} encoder-decoder"
+    meant = [masks[x.path].causal for x in layers if x.path in masks]
+    return f"{name} {'decoder' if all(x.causal for x in layers) or any(meant) else 'encoder'}"
 
 
 @dataclass(frozen=True)

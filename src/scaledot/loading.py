@@ -14,17 +14,25 @@ from typing import Any
 from scaledot import ScaledotError
 
 SAMPLE = Path(__file__).parent / "sample"
+EMBEDDED = "embedded sample"
+"""What the model there is called."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, its tokenizer, a short name, and what is worth a note."""
+    """A model in evaluation mode, its tokenizer, a short name, and what is worth a note.
+
+    predictor: the model with the head that names the next token, `model` inside it; None where it
+    was not asked for or is not there. embedded: whether it is the sample.
+    """
 
     model: Any
     tokenizer: Any
     name: str
     notes: tuple[str, ...] = ()
+    predictor: Any = None
+    embedded: bool = False
 
 
 def sample_text() -> str:
@@ -40,9 +48,11 @@ def load(
     dtype: str = "float32",
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
+    predicts: bool = False,
 ) -> Loaded:
     """Load a model without its head and its tokenizer; None is the embedded sample.
 
+    predicts: with the head for the next token too, where its weights are a causal model's.
     Weights come from safetensors or GGUF. allow_pickle also reads pickles, which can run code;
     trust_remote_code runs the code that a model repository brings.
 
@@ -53,7 +63,7 @@ def load(
     if dtype not in DTYPES:
         raise ScaledotError(f"unknown dtype {dtype!r}: pass one of {', '.join(DTYPES)}")
     where = Path(source) if source is not None else SAMPLE
-    name = "embedded sample" if source is None else where.name or str(where.resolve().name)
+    name = EMBEDDED if source is None else where.name or str(where.resolve().name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if where.suffix.lower() == ".gguf":
         _check_gguf(where)
@@ -70,7 +80,9 @@ def load(
         repo = str(source)
         _check_hub(repo)
     with _quiet(transformers), _explain(str(source)):
-        model, info = transformers.AutoModel.from_pretrained(
+        causal = predicts and _predicts(transformers, repo, options)
+        kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+        model, info = kind.from_pretrained(
             repo,
             dtype=dtype,
             output_loading_info=True,
@@ -79,7 +91,25 @@ def load(
         )
         model = model.to(device).eval()
     words = _load_tokenizer(transformers, tokenizer or repo, name, options, tokenizer is None)
-    return Loaded(model, words, name, _missing(info))
+    predictor = model if causal and _is_whole(model, info) else None
+    model = model.base_model if causal else model
+    return Loaded(model, words, name, _missing(info), predictor, source is None)
+
+
+def _predicts(transformers: Any, repo: str, options: dict[str, Any]) -> bool:
+    """Whether the weights are those of a causal model with its head. A GGUF file's always are."""
+    config = transformers.AutoConfig.from_pretrained(repo, **options)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    named = getattr(config, "architectures", None) or ()
+    heads = ("ForCausalLM", "LMHeadModel")
+    return any(x.endswith(heads) for x in named) or (not named and "gguf_file" in options)
+
+
+def _is_whole(model: Any, info: dict[str, Any]) -> bool:
+    """Whether the head for the next token was in the file, or is tied to what was."""
+    prefix = f"{model.base_model_prefix}."
+    return all(str(name).startswith(prefix) for name in info.get("missing_keys", ()))
 
 
 def _transformers() -> Any:

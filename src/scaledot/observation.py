@@ -17,6 +17,7 @@ is named.
 
 from __future__ import annotations
 
+import html
 import inspect
 import re
 import threading
@@ -435,6 +436,13 @@ class Observation:
         b, h = self._head(attended, path, batch, head)
         return weights(attended, b, h, _slice(rows), _slice(keys))[0, 0]
 
+    def kept(self, path: str | int, *, call: int = -1) -> Attended:
+        """A kept call whole: its inputs, what its queries saw, its row statistics.
+
+        path, call, Raises: as `weights`.
+        """
+        return self._find(path, call)
+
     def trace(self, path: str | int, *, head: int, batch: int = 0, call: int = -1) -> Trace:
         """Every stage of one head of a kept call, as `scaledot.trace` gives it.
 
@@ -487,6 +495,15 @@ class Observation:
         from scaledot.document import heads_document
 
         terminal.print_heads(terminal.console(), heads_document(self))
+
+    def _repr_html_(self) -> str:
+        from scaledot.document import frame_document
+        from scaledot.exploring import of_observation
+        from scaledot.report import frame
+
+        if not self._stats:
+            return f"<p>{html.escape(repr(self))}</p>"
+        return frame(frame_document(*of_observation(self)), "scaledot: an observation")
 
     def __repr__(self) -> str:
         calls = sum(call.calls for call in self._calls.values())

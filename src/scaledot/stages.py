@@ -34,7 +34,8 @@ class Trace:
 
     scores, scaled, capped (None without a soft-cap), masked, weights, dropped (None without
     dropout), output (…, heads, queries, value_dim; None if there was no value). visible is True
-    where a query may attend. scale is the factor applied. tokens labels queries and keys.
+    where a query may attend. scale is the factor applied. tokens labels queries and keys. value is
+    what was given, None for none.
     """
 
     query: Float[Tensor, "*batch queries dim"]
@@ -51,6 +52,7 @@ class Trace:
     softcap: float | None
     sinks: Float[Tensor, " heads"] | None
     tokens: tuple[str, ...] | None = None
+    value: Float[Tensor, "*kv_batch keys value_dim"] | None = None
 
     def label(self, tokens: Iterable[str]) -> Trace:
         """The same with a label for each token, shown when it prints. Raises ValueError when the
@@ -76,6 +78,13 @@ class Trace:
         return trace_text(trace_document(self))
 
     def _repr_html_(self) -> str:
+        from scaledot.exploring import of_trace
+
+        if (found := of_trace(self)) is not None:
+            from scaledot.document import frame_document
+            from scaledot.report import frame
+
+            return frame(frame_document(*found), "scaledot: the stages of an attention")
         from scaledot.document import trace_document
         from scaledot.terminal import trace_html
 
@@ -143,7 +152,8 @@ def trace(
         give(p.query), give(p.key), give(scores), give(scaled),
         None if capped is None else give(capped), give(masked), give(weights),
         None if dropped is None else give(dropped), None if output is None else give(output),
-        give(visible), p.scale, p.softcap, p.sinks,
+        give(visible), p.scale, p.softcap, p.sinks, None,
+        None if p.value is None else give(p.value),
     )  # fmt: skip
     return result if tokens is None else result.label(tokens)
 

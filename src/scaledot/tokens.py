@@ -9,11 +9,12 @@ from those token strings, not from ``decode()``, which loses bytes and drops spa
 import re
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-__all__ = ["label_pieces", "labels", "safe"]
+__all__ = ["Token", "label_pieces", "labels", "languages", "read_pieces", "safe", "tokens_of"]
 
 # Cc and Cf control, Cs lone surrogates, Co private use, Zl and Zp line ends: none has a glyph.
 _NO_GLYPH = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
@@ -73,27 +74,54 @@ def label_pieces(pieces: Sequence[bytes | str]) -> list[str]:
     >>> label_pieces([b"The", b" \\xe7", b"\\x8c", b"\\xab", b"\\xff", "[SEP]"])
     ['The', '␣猫 1/3', '猫 2/3', '猫 3/3', '⟨FF⟩', '[SEP]']
     """
-    result: list[str] = []
+    return [token.label for token in read_pieces(pieces)]
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token as a page shows it.
+
+    label: as `label_pieces` gives it. text: what it stands for; a character spread over tokens
+    stands in its first, so that the texts of all tokens are the whole text, but for bytes that form
+    no character. part: (1, 3) for the first third of `char`, None for whole characters.
+    """
+
+    label: str
+    text: str
+    part: tuple[int, int] | None = None
+    char: str | None = None
+
+
+def read_pieces(pieces: Sequence[bytes | str]) -> list[Token]:
+    """What `label_pieces` names, in parts.
+
+    >>> read_pieces([b" \\xe7", b"\\x8c", b"\\xab"])[1]
+    Token(label='猫 2/3', text='', part=(2, 3), char='猫')
+    """
+    result: list[Token] = []
     run: list[bytes] = []
     for piece in pieces:
         if isinstance(piece, bytes):
             run.append(piece)
             continue
-        result += _label_bytes(run)
-        result.append(_label(piece))
+        result += _read_bytes(run)
+        result.append(Token(_label(piece), piece))
         run = []
-    return result + _label_bytes(run)
+    return result + _read_bytes(run)
 
 
-def _label_bytes(run: list[bytes]) -> list[str]:
+def _read_bytes(run: list[bytes]) -> list[Token]:
     data = b"".join(run)
     owner = [token for token, piece in enumerate(run) for _ in piece]
     shown: list[list[tuple[str, str]]] = [[] for _ in run]  # for each token: (kind, text)
+    texts = [""] * len(run)
+    parts: list[tuple[tuple[int, int], str] | None] = [None] * len(run)
     start = 0
     while start < len(data):
         char = _character(data, start)
         end = start + len(char.encode() if char else b"?")
         tokens = sorted(set(owner[start:end]))
+        texts[tokens[0]] += char
         if not char:
             shown[tokens[0]].append(("byte", f"⟨{data[start]:02X}⟩"))
         elif len(tokens) == 1:
@@ -101,8 +129,12 @@ def _label_bytes(run: list[bytes]) -> list[str]:
         else:
             for part, token in enumerate(tokens, 1):
                 shown[token].append(("part", f"{_label(char)} {part}/{len(tokens)}"))
+                parts[token] = parts[token] or ((part, len(tokens)), char)
         start = end
-    return [_joined(pieces) for pieces in shown]
+    return [
+        Token(_joined(pieces), text, *(part or (None, None)))
+        for pieces, text, part in zip(shown, texts, parts, strict=True)
+    ]
 
 
 def _character(data: bytes, start: int) -> str:
@@ -132,6 +164,11 @@ def labels(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     Special tokens stay as they are (``[CLS]``, ``<s>``); an id that the vocabulary lacks is
     ``⟨id:N⟩``.
     """
+    return [token.label for token in tokens_of(tokenizer, ids)]
+
+
+def tokens_of(tokenizer: Any, ids: Sequence[int]) -> list[Token]:
+    """What `labels` names, in parts."""
     ids = [int(i) for i in ids]
     tokens = tokenizer.convert_ids_to_tokens(ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -158,7 +195,26 @@ def labels(tokenizer: Any, ids: Sequence[int]) -> list[str]:
             return bytes.fromhex(found[1])
         return (token if "WordPiece" in scheme else token.replace("▁", " ")) + space
 
-    return label_pieces([piece(i, token) for i, token in zip(ids, tokens, strict=True)])
+    return read_pieces([piece(i, token) for i, token in zip(ids, tokens, strict=True)])
+
+
+_KANA = re.compile("[\u3041-\u30ff\uff66-\uff9f]")
+_HANGUL = re.compile("[\u1100-\u11ff\uac00-\ud7a3]")
+_HAN = re.compile("[\u3005\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]|[\U00020000-\U0003ffff]")
+
+
+def languages(texts: Sequence[str]) -> list[str | None]:
+    """The language of each token of one text, where its script says it: "ja", "zh" or "ko".
+
+    These share characters that are drawn differently. Han is Japanese in a text with kana, Korean
+    in one with Hangul only, else Chinese.
+    """
+    whole = "".join(texts)
+    han = "ja" if _KANA.search(whole) else "ko" if _HANGUL.search(whole) else "zh"
+    return [
+        "ja" if _KANA.search(x) else "ko" if _HANGUL.search(x) else han if _HAN.search(x) else None
+        for x in texts
+    ]
 
 
 def _byte_level_alphabet() -> dict[str, int]:

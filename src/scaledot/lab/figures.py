@@ -49,11 +49,18 @@ def save(result: Result, path: str | Path) -> None:
     be written.
     """
     kind = checked(path)
+    from scaledot.heads import write
+
+    write(path, picture(result, kind))
+
+
+def picture(result: Result, kind: str) -> bytes:
+    """The panels as the bytes of a file of one of `KINDS`. Raises ScaledotError without
+    matplotlib."""
+    _require()
     import io
 
     import matplotlib as mpl
-
-    from scaledot.heads import write
 
     with mpl.rc_context({"svg.hashsalt": "scaledot"}):
         figure = _figure(len(result.panels))
@@ -61,7 +68,7 @@ def save(result: Result, path: str | Path) -> None:
         undated: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
         data = io.BytesIO()
         figure.savefig(data, format=kind[1:], metadata=undated.get(kind, {}))
-    write(path, data.getvalue())
+    return data.getvalue()
 
 
 def checked(path: str | Path) -> str:

@@ -5,6 +5,7 @@ An experiment fills in a `Result`; printing, files and figures are the same for 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
@@ -148,6 +149,19 @@ class Result:
 
     __repr__ = __str__
     """What a prompt or a notebook shows is the table."""
+
+    def _repr_html_(self) -> str:
+        """What it prints and, with matplotlib, its figures."""
+        from scaledot import ScaledotError
+        from scaledot.report import still
+
+        drawn = None
+        if self.panels:
+            from scaledot.lab import figures
+
+            with contextlib.suppress(ScaledotError):  # without matplotlib there are none
+                drawn = figures.picture(self, ".svg")
+        return still(f"scaledot lab {self.experiment}", str(self), drawn)
 
     def _keys(self) -> list[str]:
         """Of the columns of every table that shows the first one's rows."""
