@@ -6,6 +6,8 @@ import torch
 from beartype import BeartypeConf, beartype
 from hypothesis import settings
 
+pytest_plugins = ["browsing"]
+
 # An int is a float to whoever calls, so it is to the type checker.
 typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))
 jaxtyping.install_import_hook("scaledot", "conftest.typechecker")
