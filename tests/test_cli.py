@@ -167,13 +167,13 @@ def test_quick_leaves_out_what_takes_longer(capfd):
 
 
 def test_statistics_are_those_of_the_screens(capfd):
-    from scaledot import cli, terminal
+    from scaledot import cli_audit, terminal
 
-    assert tuple(terminal.STATISTICS) == cli.SHOW
+    assert tuple(terminal.STATISTICS) == cli_audit.SHOW
     _, out, _ = scaledot(capfd, "audit", "--help")
-    assert "|".join(cli.SHOW) in "".join(out.split())
+    assert "|".join(cli_audit.SHOW) in "".join(out.split())
     scaledot(capfd, "audit")
-    for name in cli.SHOW:
+    for name in cli_audit.SHOW:
         code, out, _ = scaledot(capfd, "audit", "audit.json", "--show", name)
         assert code == 0
         assert terminal.STATISTICS[name].title in out or name == "after"
@@ -287,6 +287,8 @@ MISTAKES = {
     ("audit", "--file", "nothing.txt"): "cannot read nothing.txt: no such file or directory",
     ("audit", "--json", "out/x.json"): "cannot write out/x.json: no folder out; nothing was run",
     ("audit", "--json", "."): "cannot write .: it is a folder; nothing was run",
+    ("audit", "--html", "-"): "--html is -: a page goes into a file, as report.html",
+    ("audit", "--html", "audit.json"): "--json and --html are both audit.json: pass two files",
     ("audit", "modls/gpt2", "--text", "x"): (
         "no model at 'modls/gpt2': no such folder, and not cached as a hub id"
     ),
@@ -355,17 +357,18 @@ def test_a_head_that_is_not_there(capfd):
     assert err.startswith("scaledot: no head 9.9")
 
 
-@pytest.mark.parametrize("command", ["audit", "trace"])
+@pytest.mark.parametrize("command", ["audit", "trace", "explore"])
 def test_help_lists_every_option(capfd, command):
     import inspect
 
-    from scaledot import cli
+    from scaledot import cli, cli_audit, cli_explore
 
+    functions = {"audit": cli_audit.audit, "trace": cli._trace, "explore": cli_explore.explore}
     code, out, _ = scaledot(capfd, command, "--help")
     assert code == 0
     assert max(len(line) for line in out.splitlines()) <= 80
-    positional = {"audit": ["model"], "trace": ["text"]}[command]
-    for name in inspect.signature(getattr(cli, f"_{command}")).parameters:
+    positional = {"audit": ["model"], "trace": ["text"], "explore": ["model"]}[command]
+    for name in inspect.signature(functions[command]).parameters:
         shown = name.upper() if name in positional else f"--{name.replace('_', '-')}"
         assert shown in out, name
 
@@ -416,6 +419,145 @@ def test_ctrl_c_before_anything_is_done_says_so(monkeypatch, capsys):
     monkeypatch.setattr("scaledot.loading.load", stop)
     assert run(["audit", "--json", "-"]) == 130
     assert capsys.readouterr().err.endswith("stopped: nothing was finished\n")
+
+
+# The page
+
+
+@pytest.fixture
+def web(tmp_path, monkeypatch):
+    """A page of a few lines in place of the real one."""
+    from scaledot import report
+
+    folder = tmp_path / "web"
+    folder.mkdir()
+    lines = (report._CHARSET, report._STYLE, report._SCRIPT)
+    (folder / "index.html").write_text("<!doctype html>\n" + "\n".join(lines))
+    (folder / "style.css").write_text("body { margin: 0 }")
+    (folder / "app.js").write_text("console.log(1);\n")
+    for language in ("en", "ja"):
+        (folder / f"messages.{language}.json").write_text("{}")
+    monkeypatch.setattr(report, "WEB", folder)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What would be served, and how, without serving it."""
+    from scaledot import server
+
+    calls = []
+
+    def serve(shelf, *, host, port, on_ready):
+        calls.append((shelf, host, port))
+        on_ready(f"http://{host}:{port or 4242}/")
+
+    monkeypatch.setattr(server, "serve", serve)
+    return calls
+
+
+def test_audit_writes_a_page_too(capfd, here, web):
+    code, out, err = scaledot(capfd, "audit", "--text", TEXT, "--html", "report.html")
+    assert code == 0
+    assert "note: wrote report.html, " in err
+    assert out.startswith("scaledot audit  embedded sample")
+    whole = (here / "report.html").read_text(encoding="utf-8")
+    assert '"format":"scaledot/page"' in whole
+    assert "scaledot audit audit.json --head" in whole
+    assert (here / "audit.json").exists()
+
+
+def test_a_page_needs_a_model_and_a_place(capfd, here):
+    (here / "audit.json").write_text("{}")
+    code, _, err = scaledot(capfd, "audit", "audit.json", "--html", "report.html")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "a saved audit holds no query, key and value" in err
+    code, _, err = scaledot(capfd, "audit", "--html", "nowhere/report.html")
+    assert code == 2
+    assert "no folder nowhere; nothing was run" in err
+
+
+def test_explore_says_where_it_is_and_opens_it(capfd, served, monkeypatch):
+    import webbrowser
+
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setenv("DISPLAY", ":0")
+    code, out, err = scaledot(capfd, "explore", "--text", TEXT, "--text", "Another.")
+    assert code == 0
+    assert out == "Explore embedded sample:  http://127.0.0.1:4242/\n"
+    assert err.endswith("Ctrl-C ends it.\n")
+    assert opened == ["http://127.0.0.1:4242/"]
+    (shelf, host, port), = served  # fmt: skip
+    assert (host, port) == ("127.0.0.1", 0)
+    document = shelf.document()
+    assert [text["text"] for text in document["texts"]] == [TEXT, "Another."]
+    # What a finding says to type next is about the text that it is of.
+    following = [f["next"] for text in document["texts"] for f in text["findings"]]
+    assert any("Another." in command for command in following)
+    assert all(command.startswith("scaledot ") for command in following)
+
+
+@pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="there always is a screen")
+def test_without_a_screen_no_text_browser_takes_the_terminal(capfd, served, monkeypatch):
+    import webbrowser
+
+    monkeypatch.setattr(webbrowser, "open", lambda _: pytest.fail("opened"))
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    assert scaledot(capfd, "explore")[0] == 0
+
+
+def test_explore_without_opening(capfd, served, monkeypatch):
+    import webbrowser
+
+    monkeypatch.setattr(webbrowser, "open", lambda _: pytest.fail("opened"))
+    monkeypatch.setenv("DISPLAY", ":0")
+    code, out, _ = scaledot(capfd, "explore", "--no-open", "--port", "8123", "--host", "localhost")
+    assert code == 0
+    assert "http://localhost:8123/" in out
+    (shelf, host, port), = served  # fmt: skip
+    assert (host, port) == ("localhost", 8123)
+    assert shelf.document()["texts"] == []
+
+
+@pytest.mark.parametrize("text", ["a\nb", "x" * 201, "\u202e"])
+def test_no_command_is_made_of_a_text_that_nobody_types(text):
+    from scaledot.cli_explore import _again
+
+    assert _again(None, text) is None
+    assert _again("m", "a b") == {
+        "audit": "scaledot audit m --text 'a b'", "trace": "scaledot trace 'a b' --model m"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--port", "65536"], "--port is 65536: pass 1 to 65535"),
+        (["--port", "-1"], "--port is -1"),
+        (["--port", "x"], "--port"),
+        (["no/such/model"], "no model at 'no/such/model'"),
+        (["--file", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--text", " "], "the text is empty"),
+    ],
+)
+def test_mistakes_of_explore_are_one_line(capfd, served, arguments, says):
+    code, out, err = scaledot(capfd, "explore", *arguments)
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+    assert served == []
+
+
+def test_explore_without_the_extra_names_the_line_before_it_loads(capfd, monkeypatch):
+    from scaledot import loading
+
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"))
+    code, _, err = scaledot(capfd, "explore")
+    assert code == 2
+    assert err == 'scaledot: fastapi is not installed: pip install "scaledot[web]"\n'
 
 
 def test_a_full_disk_does_not_take_the_table(capfd, here, monkeypatch):

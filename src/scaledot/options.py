@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -87,6 +88,43 @@ def read(name: str) -> str:
         raise InputError(
             f"{name} is not UTF-8 text (byte {error.start:,}): convert it first"
         ) from None
+
+
+def texts_of(
+    text: list[str] | None, files: list[str] | None, lines: bool
+) -> tuple[list[str] | None, str]:
+    """(the documents given, None for none; the options that gave them, to repeat in a command)."""
+    documents: list[str] = list(text or [])
+    arguments = [f"--text {shlex.quote(t)}" for t in documents]
+    for name in files or []:
+        documents.append(read(name))
+        arguments.append(f"--file {shlex.quote(name)}")
+    if text is None and files is None:
+        if lines:
+            raise InputError("--lines needs --file or --text")
+        return None, ""
+    if lines:
+        documents = [line for d in documents for line in d.splitlines() if line.strip()]
+        arguments.append("--lines")
+    if not any(d.strip() for d in documents):
+        raise InputError('the text is empty: pass --text "…" or --file PATH (- is standard input)')
+    return documents, " ".join(arguments)
+
+
+def commands_of(saved: str, model: str | None, text: str) -> dict[str, str]:
+    """What `audit` and `trace` of this model and text are called, for findings to point at."""
+    named = f" {shlex.quote(model)}" if model else ""
+    again = f"scaledot audit {shlex.quote(saved)}"
+    if saved == "-":
+        again = f"scaledot audit{named}" + (f" {text}" if text else "")
+    trace = "scaledot trace"
+    if text.startswith("--text ") and "--text" not in text[7:] and "--file" not in text:
+        trace += text.removeprefix("--text").removesuffix(" --lines")
+    elif text:
+        first = next(i for i, w in enumerate(shlex.split(text)) if w in ("--file", "--text"))
+        option, value = shlex.split(text)[first : first + 2]
+        trace += f" --file {shlex.quote(value)}" if option == "--file" else f" {shlex.quote(value)}"
+    return {"audit": again, "trace": trace + (f" --model {shlex.quote(model)}" if model else "")}
 
 
 def check_writable(path: Path) -> None:

@@ -1,0 +1,223 @@
+"""`scaledot audit`: texts through a model, every head measured, a table and a file."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from scaledot import ScaledotError
+from scaledot.options import (
+    Ascii,
+    Color,
+    Device,
+    Dtype,
+    Files,
+    InputError,
+    Pickle,
+    Remote,
+    Text,
+    Tokenizer,
+    bad,
+    check_writable,
+    commands_of,
+    consoles,
+    note,
+    span,
+    texts_of,
+)
+
+HELP = """\
+Usage: scaledot audit [MODEL] [OPTIONS]
+MODEL: folder, hub id, .gguf or saved audit.json; default: the embedded sample
+
+Text     --text "…"   --file PATH (- is stdin)   --lines   --max-tokens N
+Show     --show after|within|keys|saturated|gradient|largest|first|induction|
+                excess [after]
+         --table   --head L.H   --layers 0-3,7
+Run      --quick               only what comes with the forward pass: no other
+                               scales, fewer roles, no trials
+         --device cpu   --dtype float32   --tokenizer FOLDER
+         --allow-pickle        read weights from a pickle, which can run code
+         --trust-remote-code   run the code that comes with the model
+Output   --json PATH [audit.json]   - is stdout
+         --html PATH           also as a page, one file that needs nothing else
+         --ascii   --color auto|always|never
+
+Several --text or --file are several documents; --lines makes each line one.
+Text longer than the model's context is cut into windows, and that is said.
+
+Example  scaledot audit gpt2 --file corpus.txt --head 5.2
+"""
+
+
+SHOW = (
+    "after", "within", "keys", "saturated", "gradient", "largest", "first", "induction", "excess",
+)  # fmt: skip
+
+
+def audit(
+    model: Annotated[str | None, typer.Argument()] = None,
+    text: Text = None,
+    file: Files = None,
+    lines: Annotated[bool, typer.Option("--lines")] = False,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens")] = None,
+    show: Annotated[str, typer.Option("--show")] = "after",
+    table: Annotated[bool, typer.Option("--table")] = False,
+    head: Annotated[str | None, typer.Option("--head")] = None,
+    layers: Annotated[str | None, typer.Option("--layers")] = None,
+    quick: Annotated[bool, typer.Option("--quick")] = False,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    tokenizer: Tokenizer = None,
+    allow_pickle: Pickle = False,
+    trust_remote_code: Remote = False,
+    json: Annotated[str, typer.Option("--json")] = "audit.json",
+    html: Annotated[str | None, typer.Option("--html")] = None,
+    ascii: Ascii = False,
+    color: Color = "auto",
+) -> int:
+    if show not in SHOW:
+        raise InputError(f"no statistic {show!r}: pass one of {', '.join(SHOW)}")
+    one = _head_option(head)
+    some = _layers_option(layers)
+    to_stdout = json == "-"
+    out, err = consoles(ascii, color, to_stdout)
+    from scaledot import document, terminal
+
+    if model is not None and model.endswith(".json") and not Path(model).is_dir():
+        if html is not None:
+            raise InputError("--html needs the model: a saved audit holds no query, key and value")
+        doc = document.load(model)
+        try:
+            _print(terminal, out, doc, show, table, one, some, _next(doc, model), None)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+            raise InputError(f"{model} is damaged: run the audit again") from None
+        return 0
+
+    texts, arguments = texts_of(text, file, lines)
+    if max_tokens is not None and max_tokens < 1:
+        raise InputError(f"--max-tokens is {max_tokens}: pass at least 1")
+    if not to_stdout:
+        check_writable(Path(json))
+    if html == "-":
+        raise InputError("--html is -: a page goes into a file, as report.html")
+    if html is not None:
+        check_writable(Path(html))
+        if not to_stdout and Path(html).resolve() == Path(json).resolve():
+            raise InputError(f"--json and --html are both {html}: pass two files")
+    from scaledot import auditing
+    from scaledot.heads import write
+    from scaledot.loading import load, sample_text
+
+    with err.status("Loading"):
+        loaded = load(
+            model, tokenizer=tokenizer, device=device, dtype=dtype, allow_pickle=allow_pickle,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    for said in loaded.notes:
+        note(said)
+    if texts is None:
+        texts = [sample_text()]
+        if model is not None:
+            note("no text given: the embedded text is used; pass --text or --file for your own")
+    with terminal.progress(err) as update:
+        result = auditing.audit(
+            loaded.model, loaded.tokenizer, texts, max_tokens=max_tokens,
+            layers=some, name=loaded.name, quick=quick, on_progress=update,
+        )  # fmt: skip
+    t = result.text
+    if not result.complete:
+        said = (
+            f"Stopped after {t['windows']:,} of {t['planned']:,} windows. "
+            f"The table is exact for those {t['tokens']:,} tokens."
+        )
+        if t["windows"] == t["planned"]:
+            said = "Stopped during the trials that follow the text. The table is whole."
+        print(said, file=sys.stderr)
+    elif t["windows"] > t["texts"]:
+        note(
+            f"{t['tokens']:,} tokens exceed the context of {t['context']:,}: "
+            f"cut into {t['windows']:,} windows"
+        )
+    saved = "-" if to_stdout else json
+    doc = document.audit_document(result, commands_of(saved, model, arguments))
+    data = document.dump(doc)
+    wrote, unsaved = None, None
+    if to_stdout:
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    else:
+        try:
+            write(json, data)
+            wrote = (json, len(data))
+        except ScaledotError as error:  # a full disk must not take the table, too
+            unsaved = error
+    _print(terminal, out, doc, show, table, one, some, _next(doc, saved), wrote)
+    if html is not None:
+        from scaledot.numerals import size
+        from scaledot.report import page
+
+        whole = page(document.report_document(result, doc["commands"])).encode()
+        write(html, whole)
+        note(f"wrote {html}, {size(len(whole))}: open it in a browser")
+    if unsaved is not None:
+        raise unsaved
+    return 0 if result.complete else 130
+
+
+def _print(
+    terminal: Any, out: Any, doc: dict[str, Any], show: str, table: bool,
+    head: tuple[int, int] | None, layers: list[int] | None, commands: list[tuple[str, str]],
+    wrote: tuple[str, int] | None,
+) -> None:  # fmt: skip
+    try:
+        terminal.print_audit(
+            out, doc, show=show, table=table, head=head, layers=layers, next_commands=commands,
+            wrote=wrote,
+        )  # fmt: skip
+    except terminal.NotHereError as error:
+        raise InputError(str(error)) from None
+
+
+def _next(doc: dict[str, Any], saved: str) -> list[tuple[str, str]]:
+    """Three commands worth typing next, about the head that stands out most."""
+    commands = doc["commands"]
+    if saved != "-":
+        commands = commands | {"audit": f"scaledot audit {shlex.quote(saved)}"}
+    named = [h for f in doc["findings"] if f["id"] == "saturation" for h in f["heads"]]
+    known = [h for h in doc["heads"] if h["after"] is not None]
+    if not known:
+        return []
+    widest = max(known, key=lambda h: h["after"])
+    first = named[0] if named else [widest["layer"], widest["head"]]
+    found = [
+        (f"{commands['audit']} --head {first[0]}.{first[1]}", "one head in full"),
+        (f"{commands['audit']} --show keys", "a grid of layers × heads"),
+    ]
+    if "trace" in commands:
+        place = f"--layer {widest['layer']} --head {widest['head']}"
+        found.append((f"{commands['trace']} {place}", "watch one head work"))
+    return found
+
+
+def _head_option(head: str | None) -> tuple[int, int] | None:
+    if head is None:
+        return None
+    layer, dot, index = head.partition(".")
+    if not (dot and layer.isdecimal() and index.isdecimal()):
+        raise InputError(f"--head is {head!r}: pass layer.head, as 5.2")
+    return int(layer), int(index)
+
+
+def _layers_option(layers: str | None) -> list[int] | None:
+    if layers is None:
+        return None
+    result: set[int] = set()
+    for part in layers.split(","):
+        low, high = span("--layers", part.strip()) or bad("--layers", layers)
+        result |= set(range(low, high + 1))
+    return sorted(result)
