@@ -92,6 +92,7 @@ export function headNumbers(context, layer, head, open) {
 
 /** 0.860, and 0.0013 where so many decimals would leave nothing. */
 function small(value, decimals) {
+  if (value === null) return "–"; // no row has one: an only key, say
   if (!Number.isFinite(value)) return "NaN";
   return Math.abs(value) < 0.01 && value !== 0 ? significant(value, 2) : fixed(value, decimals);
 }
