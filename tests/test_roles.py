@@ -363,6 +363,27 @@ def test_the_sorted_way_and_the_pairs_agree_on_any_tokens():
     assert sorted_way["duplicate"].isfinite().any()
 
 
+@pytest.mark.parametrize("start", [1, 5, 12])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_last_queries_of_a_text_are_those_of_the_whole(start, window, padded):
+    """A cache holds the keys of before, whose tokens are known: rows, bit by bit of meaning."""
+    q, k, _ = inputs(queries=13, dtype=torch.float64)
+    mask = Mask(keys=torch.arange(13)[None] >= torch.tensor([[2], [0]])) if padded else None
+    for tokens in (TOKENS, torch.zeros_like(TOKENS), torch.arange(13).expand(2, -1) // 2):
+        arguments = {"window": window, "tokens": tokens}
+        whole = full(q, k, mask, is_causal=True, **arguments)
+        found = full(q[:, :, start:], k, mask, is_causal="bottom_right", **arguments)
+        assert set(found) == set(whole)
+        for name, x in found.items():
+            torch.testing.assert_close(
+                x, whole[name][:, :, start:], rtol=1e-9, atol=1e-12, equal_nan=True
+            )
+        if tokens is TOKENS:
+            assert whole["duplicate"].isfinite().any()
+            assert whole["induction"].isfinite().any()
+
+
 def test_the_first_of_its_kind_has_no_row():
     """No earlier key of the token: NaN, not a 0 that would pull the mean."""
     q, k, _ = inputs(queries=13)
@@ -378,7 +399,10 @@ def test_cross_attention_and_a_cache_have_no_tokens():
     assert set(full(q, k, self_attention=False, columns=columns)) == {"spread"}
     assert full(q, k, self_attention=False) == {}
     q, k, _ = inputs(queries=2, dtype=torch.float64)
-    found = full(q, k, is_causal="bottom_right", columns={"spread": torch.rand(2, 3, 13)})
+    found = full(
+        q, k, is_causal="bottom_right", tokens=TOKENS[:, 11:],
+        columns={"spread": torch.rand(2, 3, 13)},
+    )  # fmt: skip
     away = ("local.4", "local.16", "local.64", "distance")
     assert set(found) == {"spread", *away, *(f"chance.{name}" for name in away)}
     t = trace(q, k, enable_gqa=True, is_causal="bottom_right")

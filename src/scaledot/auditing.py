@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scaledot import ScaledotError
+from scaledot import ScaledotError, prefill
 from scaledot import heads as head_stats
+from scaledot.calls import NOT_IN_PARTS
 from scaledot.diagnose import findings
 from scaledot.findings import Finding, Head, Layer, architecture_of, heads_of, layers_of
 from scaledot.heads import SATURATED, HeadStats
@@ -28,10 +29,12 @@ from scaledot.roles import delimiters
 from scaledot.trials import Trials, try_out
 from scaledot.windows import (
     arguments,
+    check_context,
     config_number,
     context_of,
     encode,
     has_vocabulary,
+    made_for,
     windows_of,
 )
 
@@ -136,7 +139,9 @@ def audit(
 
     tokenizer is a transformers tokenizer, or a function from a text to the model's keyword
     arguments. Texts longer than the context (the model's own unless given) are cut into windows
-    that do not see each other. max_tokens stops after so many tokens; layers keeps some layers.
+    that do not see each other; a longer context than the model was made for is extrapolation, and
+    `Audit.text` says so. A window too long for memory runs in parts over a cache (prefill.py).
+    max_tokens stops after so many tokens; layers keeps some layers.
     quick leaves out what takes more than the forward pass: other scales, roles by distance and
     token, the spread of values, attention received, and the trials, in which a causal model runs
     on up to 32 tokens of the text with one of them changed, and on random tokens said four times.
@@ -161,6 +166,8 @@ def audit(
         raise ScaledotError(
             'the text is empty: pass --text "…" or --file PATH (- is standard input)'
         )
+    if context is not None:
+        check_context(model, context)
     limit = context or context_of(model, tokenizer)
     windows = list(windows_of(texts, tokenizer, limit, max_tokens))
     reads = getattr(model, "main_input_name", "input_ids")
@@ -173,6 +180,8 @@ def audit(
     if wanted is not None and not wanted:
         raise ValueError("layers is empty: pass None for all of them")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    longest_window = max(windows, key=lambda w: w["input_ids"].shape[-1])
+    chunk = prefill.plan(model, longest_window, device).chunk
     started = time.perf_counter()
     done, tokens, complete = 0, 0, True
     kept: dict[str, HeadStats] = {}
@@ -185,7 +194,7 @@ def audit(
     try:
         with resting(model), observe(model, full=not quick, delimiters=marks) as seen:
             for window in windows:
-                model(**arguments(model, window, device))
+                prefill.forward(model, window, device, chunk=chunk)
                 kept, calls, masks = dict(seen.heads), dict(seen.calls), dict(seen.masks)
                 done, tokens = done + 1, tokens + window["input_ids"].numel()
                 if on_progress is not None:
@@ -222,6 +231,7 @@ def audit(
     stats = {x.path: kept[x.path] for x in places}
     first = next(iter(calls.values()))
     longest = max(w["input_ids"].shape[-1] for w in windows[:done])
+    made = made_for(model)
     return Audit(
         model={
             "name": name or name_of(model),
@@ -241,6 +251,9 @@ def audit(
             "tokens": tokens,
             "context": limit,
             "longest": longest,
+            "beyond": made if made is not None and longest > made else None,
+            "chunk": chunk,
+            "left_out": [] if chunk is None else list(NOT_IN_PARTS),
             "attention": _attention_kind(places, stats[places[0].path], windows[:done]),
             "scores": int(stats[places[0].path].scaled.count.max()),
             "planned": len(windows),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,12 +19,34 @@ from torch import Tensor, nn
 
 from scaledot import moments, operators, precision, reference, roles, spread, whatif
 from scaledot.checks import Problem
-from scaledot.heads import HeadStats
+from scaledot.heads import WATCHED, HeadStats
 from scaledot.kernels import Terms
 from scaledot.masks import Visibility
 from scaledot.rows import RowStats
 
 _CROSS_NAME = re.compile(r"cross|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Which part of a text runs, its earlier keys in a cache (prefill.py): queries start … stop − 1
+    of `tokens`, the ids of all of it."""
+
+    tokens: Int[Tensor, "batch tokens"]
+    start: int
+    stop: int
+
+    @property
+    def last(self) -> bool:
+        return self.stop == self.tokens.shape[1]
+
+
+PART: ContextVar[Part | None] = ContextVar("part", default=None)
+"""The part of a text that runs; None where forwards are of whole texts."""
+
+NOT_IN_PARTS = ("bf16_cost_centred",)
+"""Measures that need every query beside every key: of a text that runs in parts they are left
+out."""
 
 
 @dataclass(frozen=True)
@@ -255,18 +278,102 @@ def statistics(
     extra |= reference.excess(p, rows)
     if full:
         extra |= _further(attended, frames, self_attention, delimiters)
+    return _summed_up(attended, real, extra, seen_keys)
+
+
+def _summed_up(
+    attended: Attended, real: Tensor | None, extra: dict[str, Tensor], seen_keys: Tensor | None,
+    names: Sequence[str] | None = None,
+) -> HeadStats:  # fmt: skip
+    p = attended.problem
     key_norm = _norm(p.key)
     if seen_keys is not None:
         key_norm = key_norm.masked_fill(~seen_keys[:, None], float("nan"))
+    if PART.get() is not None:
+        for name in ("key_bias", *NOT_IN_PARTS):  # the first comes with the last part: `Ledger`
+            extra.pop(name, None)
+        # Earlier keys were counted with the part that brought them.
+        key_norm = key_norm[:, :, key_norm.shape[2] - p.query.shape[2] :]
     return HeadStats.of(
-        rows,
+        attended.rows,
         scale=p.scale,
         d_k=p.query.shape[3],
         kv_heads=p.key.shape[1],
         real=real,
         extra=extra,
         key_norm=key_norm,
+        names=names,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Ledger:
+    """What the parts of a text leave for the last one, with which come the measures that need the
+    text's mean query.
+
+    total: Σq over the rows that count, float64, and count: how many. visible, nonfinite, real: of
+    each row so far. whole: False once a mask has no form that holds for all parts together.
+    """
+
+    total: Float[Tensor, "batch heads d_k"]
+    count: Int[Tensor, "batch heads"]
+    visible: Int[Tensor, "batch heads rows"]
+    nonfinite: Bool[Tensor, "batch heads rows"]
+    real: Bool[Tensor, "batch rows"]
+    whole: bool
+
+
+def entered(ledger: Ledger | None, attended: Attended, real: Tensor | None, part: Part) -> Ledger:
+    """The ledger after one more part, `attended`; None before the first."""
+    p, seen, rows = attended.problem, attended.seen, attended.rows
+    batch, _, queries, _ = p.query.shape
+    if real is None:
+        real = torch.ones(batch, queries, dtype=torch.bool, device=p.query.device)
+    counted = (rows.visible > 0) & ~rows.nonfinite & real[:, None]
+    new = Ledger(
+        torch.where(counted[..., None], p.query.double(), 0.0).sum(2),
+        counted.sum(2),
+        rows.visible,
+        rows.nonfinite,
+        real,
+        seen.segments is None and seen.allowed is None and seen.bias is None
+        and p.key.shape[2] == part.stop,
+    )  # fmt: skip
+    if ledger is None:
+        return new
+    return Ledger(
+        ledger.total + new.total,
+        ledger.count + new.count,
+        torch.cat([ledger.visible, new.visible], 2),
+        torch.cat([ledger.nonfinite, new.nonfinite], 2),
+        torch.cat([ledger.real, new.real], 1),
+        ledger.whole and new.whole,
+    )
+
+
+def key_bias(ledger: Ledger, attended: Attended) -> Float[Tensor, "batch heads rows"] | None:
+    """`moments.row_budget`'s key_bias of every row of a text, with the ledger after its last part;
+    NaN where a row has none. None where the parts' masks do not make one mask of a known form."""
+    if not ledger.whole:
+        return None
+    p, seen = attended.problem, attended.seen
+    batch, heads, queries = p.query.shape[:3]
+    length = ledger.visible.shape[2]
+    everything = replace(
+        seen, shape=(batch, heads, length, length), offset=seen.offset - (length - queries)
+    )
+    mean = ledger.total / ledger.count[..., None]
+    found = moments.key_bias(p, everything, mean, ledger.visible, ledger.nonfinite)
+    return found.masked_fill(ledger.visible < 2, float("nan"))
+
+
+def watched(attended: Attended, frames: Sequence[Frame], *, self_attention: bool) -> HeadStats:
+    """Head statistics of one call by the measures of `heads.WATCHED` and the norms of queries and
+    keys alone: what a training run can afford at every step."""
+    unmasked = _unmasked_keys(attended.seen)
+    real = _real(attended, unmasked, frames, self_attention)
+    extra = {"query_norm": _norm(attended.problem.query)}
+    return _summed_up(attended, real, extra, _seen_keys(attended.seen, unmasked), WATCHED)
 
 
 def real_queries(
@@ -305,11 +412,8 @@ def features_of(
     if problem.value is not None:
         middle = spread.centre(problem, seen)
         columns["squares"] = spread.squares(problem, middle)
-    text = reading(frames)
-    keys = problem.key.shape[2]
-    tokens = None if text is None else text.tokens
-    themselves = tokens is not None and problem.query.shape[2] == keys == tokens.shape[1]
-    if delimiters is not None and tokens is not None and themselves:
+    tokens = _key_tokens(problem, frames)
+    if delimiters is not None and tokens is not None:
         columns["delimiter"] = roles.marked(tokens, delimiters)
     if not columns:
         return None
@@ -318,6 +422,17 @@ def features_of(
     for place, column in enumerate(columns.values()):
         stacked[..., place] = column
     return Features(tuple(columns), stacked, middle)
+
+
+def _key_tokens(problem: Problem, frames: Sequence[Frame]) -> Int[Tensor, "#batch keys"] | None:
+    """The ids of the tokens that the keys are of; None where they are not known."""
+    queries, keys = problem.query.shape[2], problem.key.shape[2]
+    part = PART.get()
+    if part is not None:
+        return part.tokens[:, :keys] if keys == part.stop else None
+    text = reading(frames)
+    tokens = None if text is None else text.tokens
+    return tokens if tokens is not None and queries == keys == tokens.shape[1] else None
 
 
 def _accumulated(x: Tensor) -> torch.dtype:
@@ -340,11 +455,9 @@ def _further(
         means = dict(zip(features.names, weighed.unbind(-1), strict=True))
     else:
         swept = whatif.sweep(p, seen, rows)
-    text = reading(frames)
     found = roles.roles(
-        p, seen, rows, self_attention=self_attention,
-        tokens=None if text is None else text.tokens, delimiters=delimiters,
-        delimiter_mass=means.get("delimiter"),
+        p, seen, rows, self_attention=self_attention, tokens=_key_tokens(p, frames),
+        delimiters=delimiters, delimiter_mass=means.get("delimiter"),
     )  # fmt: skip
     if features is not None and features.middle is not None:
         second = means["squares"]

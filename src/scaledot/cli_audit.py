@@ -32,13 +32,15 @@ from scaledot.options import (
 
 HELP = """\
 Usage: scaledot audit [MODEL] [OPTIONS]
-MODEL: folder, hub id, .gguf or saved audit.json; default: the embedded sample
+MODEL: folder, hub id, .gguf or saved audit.json; default: the embedded sample;
+       or the .jsonl file of a Monitor: a training run, step by step
 
 Text     --text "…"   --file PATH (- is stdin)   --lines   --max-tokens N
 Show     --show after|within|keys|saturated|gradient|largest|first|induction|
                 excess [after]
          --table   --head L.H   --layers 0-3,7
-Run      --quick               only what comes with the forward pass: no other
+Run      --context N           tokens at once, for the model's own number
+         --quick               only what comes with the forward pass: no other
                                scales, fewer roles, no trials
          --device cpu   --dtype float32   --tokenizer FOLDER
          --allow-pickle        read weights from a pickle, which can run code
@@ -65,6 +67,7 @@ def audit(
     file: Files = None,
     lines: Annotated[bool, typer.Option("--lines")] = False,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens")] = None,
+    context: Annotated[int | None, typer.Option("--context")] = None,
     show: Annotated[str, typer.Option("--show")] = "after",
     table: Annotated[bool, typer.Option("--table")] = False,
     head: Annotated[str | None, typer.Option("--head")] = None,
@@ -75,11 +78,14 @@ def audit(
     tokenizer: Tokenizer = None,
     allow_pickle: Pickle = False,
     trust_remote_code: Remote = False,
-    json: Annotated[str, typer.Option("--json")] = "audit.json",
+    json: Annotated[str | None, typer.Option("--json")] = None,
     html: Annotated[str | None, typer.Option("--html")] = None,
     ascii: Ascii = False,
     color: Color = "auto",
 ) -> int:
+    if model is not None and model.endswith(".jsonl") and not Path(model).is_dir():
+        return _timeline(model, json, html, ascii, color)
+    json = "audit.json" if json is None else json
     if show not in SHOW:
         raise InputError(f"no statistic {show!r}: pass one of {', '.join(SHOW)}")
     one = _head_option(head)
@@ -101,6 +107,8 @@ def audit(
     texts, arguments = texts_of(text, file, lines)
     if max_tokens is not None and max_tokens < 1:
         raise InputError(f"--max-tokens is {max_tokens}: pass at least 1")
+    if context is not None and context < 1:
+        raise InputError(f"--context is {context}: pass at least 1")
     if not to_stdout:
         check_writable(Path(json))
     if html == "-":
@@ -126,10 +134,20 @@ def audit(
             note("no text given: the embedded text is used; pass --text or --file for your own")
     with terminal.progress(err) as update:
         result = auditing.audit(
-            loaded.model, loaded.tokenizer, texts, max_tokens=max_tokens,
+            loaded.model, loaded.tokenizer, texts, max_tokens=max_tokens, context=context,
             layers=some, name=loaded.name, quick=quick, on_progress=update,
         )  # fmt: skip
     t = result.text
+    if t["beyond"] is not None:
+        note(
+            f"extrapolation: windows of {t['longest']:,} tokens, and the model was made for "
+            f"{t['beyond']:,}"
+        )
+    if t["chunk"] is not None:
+        note(
+            f"too long for memory whole: run in parts of {t['chunk']:,} tokens over a cache, "
+            f"without {', '.join(t['left_out'])}"
+        )
     if not result.complete:
         said = (
             f"Stopped after {t['windows']:,} of {t['planned']:,} windows. "
@@ -167,6 +185,44 @@ def audit(
     if unsaved is not None:
         raise unsaved
     return 0 if result.complete else 130
+
+
+def _timeline(file: str, json: str | None, html: str | None, ascii: bool, color: str) -> int:
+    """What a Monitor wrote of a training run; saved only where a file is named."""
+    from scaledot import timeline
+    from scaledot.document import dump
+    from scaledot.heads import write
+    from scaledot.timeline_table import print_timeline
+
+    if html == "-":
+        raise InputError("--html is -: a page goes into a file, as report.html")
+    paths = [Path(x) for x in (json, html) if x not in (None, "-")]
+    for path in paths:
+        if path.resolve() == Path(file).resolve():
+            raise InputError(f"{path} is the time line itself: pass another file")
+        check_writable(path)
+    if len({x.resolve() for x in paths}) < len(paths):
+        raise InputError(f"--json and --html are both {html}: pass two files")
+    out, _ = consoles(ascii, color, json == "-")
+    run = timeline.read(file)
+    doc = timeline.document(run, file)
+    data = dump(doc)
+    wrote = None
+    if json == "-":
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    elif json is not None:
+        write(json, data)
+        wrote = (json, len(data))
+    print_timeline(out, doc, wrote=wrote)
+    if html is not None:
+        from scaledot.numerals import size
+        from scaledot.report import page
+
+        whole = page(timeline.page_document(run)).encode()
+        write(html, whole)
+        note(f"wrote {html}, {size(len(whole))}: open it in a browser")
+    return 0
 
 
 def _print(

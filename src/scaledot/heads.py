@@ -13,7 +13,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,13 @@ DEAD = 1e-3
 """A row that transmits less passes a thousandth of what equal weights would."""
 _TOGETHER = 1 << 17
 """Numbers that are sorted together."""
+ROWS = (
+    "visible", "score_mean", "score_var", "max_score", "lse", "entropy", "top_margin", "collision",
+    "jacobian_trace", "sink_mass",
+)  # fmt: skip
+"""Measures that are row statistics as they are."""
+WATCHED = ("max_score", "entropy", "score_var", "top_margin", "jacobian_trace")
+"""Those of them that a training run is watched by."""
 TWO_KEYS = ("score_var", "normalised_entropy", "top_margin", "key_bias", "key_spread")
 """Measures that say nothing of a row that sees one key, and leave it out."""
 
@@ -195,6 +202,11 @@ class Pairs:
         between = (weight * (mean - grand[:, None]).square()).sum(1)
         return Pairs(count, grand, (weight * var).sum(1), between)
 
+    def times(self, factor: float) -> Pairs:
+        """The same of scores `factor` times as large."""
+        square = factor**2
+        return Pairs(self.count, self.mean * factor, self.within * square, self.between * square)
+
     @property
     def var(self) -> Float[Tensor, " heads"]:
         """Population variance over all pairs, NaN for none."""
@@ -255,55 +267,61 @@ class HeadStats:
         real: Bool[Tensor, "batch queries"] | None = None,
         extra: Mapping[str, Float[Tensor, "batch heads queries"]] | None = None,
         key_norm: Float[Tensor, "batch kv_heads keys"] | None = None,
+        names: Sequence[str] | None = None,
     ) -> HeadStats:
         """Summarise the rows of one call, each (batch, heads, queries).
 
+        names: of `ROWS`, these alone; None for all, and normalised_entropy.
         real is False for padding. extra adds measures of the same shape, NaN where a row has none.
         key_norm is ‖k‖, NaN for a key that nobody sees.
         """
-        batch, heads, queries = rows.visible.shape
-
-        padding = torch.zeros(batch, queries, dtype=torch.bool, device=rows.visible.device)
-        padding = padding if real is None else ~real
-        padded = _by_head(padding[:, None].expand(batch, heads, queries).to(torch.int32)) > 0
-        visible = _by_head(rows.visible)
-        bad = (_by_head(rows.nonfinite.to(torch.int32)) > 0) & ~padded
+        batch, _, queries = rows.visible.shape
+        visible = _by_head(rows.visible).numpy()
+        padded = np.zeros((1, batch * queries), dtype=bool)
+        if real is not None:
+            padded = ~real.cpu().numpy().reshape(1, batch * queries)
+        bad = _by_head(rows.nonfinite).numpy() & ~padded
         empty, single = (visible == 0) & ~padded, (visible == 1) & ~padded & ~bad
         out = padded | bad | empty
         counts = {
-            "rows": (~padded).sum(1),
-            "empty": empty.sum(1),
-            "nonfinite": bad.sum(1),
-            "padding": padded.sum(1),
-            "single": single.sum(1),
+            "rows": ~np.broadcast_to(padded, visible.shape),
+            "empty": empty,
+            "nonfinite": bad,
+            "padding": np.broadcast_to(padded, visible.shape),
+            "single": single,
         }
         named = {
             name: _by_head(getattr(rows, name))
-            for name in ("visible", "score_mean", "score_var", "max_score", "lse", "entropy",
-                         "top_margin", "collision", "jacobian_trace", "sink_mass")
+            for name in names or ROWS
             if getattr(rows, name) is not None
-        }  # fmt: skip
-        # The sink is an outcome too, and entropy counts it.
-        outcomes = visible.clamp(min=1).to(torch.float64) + (rows.sink_mass is not None)
-        named["normalised_entropy"] = named["entropy"] / outcomes.log()
+        }
+        if names is None:
+            # The sink is an outcome too, and entropy counts it.
+            outcomes = np.maximum(visible, 1) + float(rows.sink_mass is not None)
+            named["normalised_entropy"] = named["entropy"] / torch.from_numpy(np.log(outcomes))
         named |= {name: _by_head(x) for name, x in (extra or {}).items()}
-        hidden = {False: out.numpy(), True: (out | single).numpy()}
+        hidden = {False: out, True: out | single}
+        any_hidden = {two: bool(where.any()) for two, where in hidden.items()}
         values = {}
         for name, x in named.items():
-            values[name] = np.where(hidden[name in TWO_KEYS], math.nan, x.to(torch.float64).numpy())
-        measures = _summed(values)
+            of = x.to(torch.float64).numpy()
+            two = name in TWO_KEYS
+            values[name] = np.where(hidden[two], math.nan, of) if any_hidden[two] else of
+        apart: dict[str, np.ndarray] = {}
         if key_norm is not None:
-            measures["key_norm"] = Measure.of("key_norm", _by_head(key_norm))
-        counted = visible.masked_fill(out, 0).to(torch.int64)
-        mean, var = named["score_mean"], named["score_var"]
-        factor = 1 / scale if scale else math.nan
+            norms = _by_head(key_norm).to(torch.float64).numpy()
+            # A sum of few rows costs its calls: as many keys as queries go with them.
+            (values if norms.shape == visible.shape else apart)["key_norm"] = norms
+        measures = _summed(values) | _summed(apart)
+        counted = torch.from_numpy(np.where(out, 0, visible))
+        scaled = Pairs.of(counted, _by_head(rows.score_mean), _by_head(rows.score_var))
         return HeadStats(
             kv_heads,
             d_k,
             (scale, scale),
-            counts,
-            Pairs.of(counted, mean, var),
-            Pairs.of(counted, mean * factor, var * factor**2),
+            {name: torch.from_numpy(np.count_nonzero(x, axis=1)) for name, x in counts.items()},
+            scaled,
+            scaled.times(1 / scale if scale else math.nan),
             measures,
         )
 
@@ -452,8 +470,8 @@ def _merge_pairs(a: Pairs, b: Pairs) -> Pairs:
     )
 
 
-def save(path: str | os.PathLike[str], modules: Mapping[str, HeadStats]) -> None:
-    """Write the statistics of several modules to a safetensors file, whole or not at all."""
+def packed(modules: Mapping[str, HeadStats]) -> bytes:
+    """The statistics of several modules as the bytes of a safetensors file."""
     from safetensors.torch import save as dump
 
     tensors: dict[str, Tensor] = {}
@@ -470,30 +488,48 @@ def save(path: str | os.PathLike[str], modules: Mapping[str, HeadStats]) -> None
                 tensors[f"{module}|measure|{measure}|{name}"] = x
     # safetensors wants memory of its own for each tensor.
     tensors = {name: x.clone().contiguous() for name, x in tensors.items()}
-    write(path, dump(tensors, {"format": FORMAT, "modules": json.dumps(about)}))
+    return dump(tensors, {"format": FORMAT, "modules": json.dumps(about)})
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, HeadStats]:
-    """Read what `save` wrote, bit for bit. Raises ScaledotError for anything else."""
-    from safetensors import SafetensorError, safe_open
+def unpacked(data: bytes, name: str = "this") -> dict[str, HeadStats]:
+    """What `packed` packed, bit for bit; `name` is what errors call it.
+
+    Raises: ScaledotError for anything else.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load as parse
 
     try:
-        with safe_open(os.fspath(path), "pt") as file:
-            meta = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise ScaledotError(f"no file {path}") from None
-    except (SafetensorError, OSError) as error:
-        raise ScaledotError(f"cannot read {path}: {error}") from None
+        tensors = parse(data)
+        size = int.from_bytes(data[:8], "little")
+        meta = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    except (SafetensorError, ValueError) as error:
+        raise ScaledotError(f"cannot read {name}: {error}") from None
     if meta.get("format") != FORMAT:
-        raise ScaledotError(f"{path} holds no head statistics of this version")
+        raise ScaledotError(f"{name} holds no head statistics of this version")
     try:
         return {
             module: _module(module, about, tensors)
             for module, about in json.loads(meta["modules"]).items()
         }
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise ScaledotError(f"{path} is damaged: some of its head statistics are missing") from None
+        raise ScaledotError(f"{name} is damaged: some of its head statistics are missing") from None
+
+
+def save(path: str | os.PathLike[str], modules: Mapping[str, HeadStats]) -> None:
+    """Write the statistics of several modules to a safetensors file, whole or not at all."""
+    write(path, packed(modules))
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, HeadStats]:
+    """Read what `save` wrote, bit for bit. Raises ScaledotError for anything else."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise ScaledotError(f"no file {path}") from None
+    except OSError as error:
+        raise ScaledotError(f"cannot read {path}: {error}") from None
+    return unpacked(data, os.fspath(path))
 
 
 def _module(module: str, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> HeadStats:

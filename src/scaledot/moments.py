@@ -287,11 +287,31 @@ def row_budget(
 def _row_budget(
     p: checks.Problem, seen: Visibility, rows: RowStats, real: Tensor | None
 ) -> dict[str, Tensor]:
-    batch, _, queries, d = p.query.shape
-    kv_heads, keys = p.key.shape[1:3]
     measured = (rows.visible > 0) & ~rows.nonfinite
-    q = p.query.detach().unflatten(1, (kv_heads, p.group))
+    q = p.query.detach().unflatten(1, (p.key.shape[1], p.group))
     toward = _mean_query(q, measured if real is None else measured & real[:, None])
+    return _toward(p, seen, toward, rows.visible, rows.nonfinite)
+
+
+def key_bias(
+    problem: checks.Problem,
+    seen: Visibility,
+    toward: Float[Tensor, "batch heads d_k"],
+    visible: Int[Tensor, "batch heads queries"],
+    nonfinite: Bool[Tensor, "batch heads queries"],
+) -> Float[Tensor, "batch heads queries"]:
+    """`row_budget`'s key_bias where the mean query of each head is known and of the queries no more
+    than what they see."""
+    with torch.no_grad(), torch.autocast(problem.query.device.type, enabled=False):
+        mean = toward.unflatten(1, (problem.key.shape[1], problem.group))
+        return _toward(problem, seen, mean, visible, nonfinite)["key_bias"]
+
+
+def _toward(
+    p: checks.Problem, seen: Visibility, toward: Tensor, visible: Tensor, nonfinite: Tensor
+) -> dict[str, Tensor]:
+    batch, queries, d = p.query.shape[0], seen.shape[2], p.query.shape[3]
+    kv_heads, keys = p.key.shape[1:3]
     finite = _finite_keys(p.key)
     fit = intervals.recognised(seen)
     weight = _keep_weight(seen if fit is None else fit, finite)
@@ -319,9 +339,9 @@ def _row_budget(
             found = intervals.spread(along.flatten(1, 2)[..., None], layout, some)
             bias[texts, heads] = found.view(*along.shape[:3], queries)
     result = {"key_bias": p.scale**2 * bias.flatten(1, 2), "key_spread": spread.flatten(1, 2)}
-    one = rows.visible == 1
+    one, unknown = visible == 1, (visible == 0) | nonfinite
     return {
-        name: x.masked_fill(one, 0.0).masked_fill(~measured, math.nan) for name, x in result.items()
+        name: x.masked_fill(one, 0.0).masked_fill(unknown, math.nan) for name, x in result.items()
     }
 
 

@@ -35,19 +35,24 @@ from torch import Tensor, nn
 
 from scaledot import checks, heads, mask_check, stages
 from scaledot.calls import (
+    PART,
     Attended,
     Call,
     Frame,
+    Ledger,
     Ridden,
     Where,
     describe,
+    entered,
     features_of,
     four_axes,
+    key_bias,
     kind_of,
     lengthen,
     real_queries,
     ride,
     statistics,
+    watched,
     weights,
 )
 from scaledot.checks import Problem, ScaledotError
@@ -167,7 +172,7 @@ def attend(
                 places.append(place)
             elif seen._running.training:
                 seen._postpone(place)
-        if lookers and attended.bytes > LARGE:
+        if attended.bytes > LARGE and not all(seen._light for seen, _ in lookers):
             _give_back()
     return out, attended
 
@@ -356,22 +361,25 @@ class Observation:
         full: bool = False,
         delimiters: Tensor | None = None,
         gradients: bool = False,
+        light: bool = False,
     ) -> None:
         inner = _uncompiled(model)
         self._paths = {
-            m: _own_path(name) or type(inner).__name__
+            m: own_path(name) or type(inner).__name__
             for name, m in inner.named_modules()
             if not _is_wrapper(m)
         }
         self._keep, self._layers, self._last, self._keep_bytes = keep, layers, last, keep_bytes
         self._full, self._delimiters = full, delimiters
         self._gradients = gradients
+        self._light, self._muted, self.passed_over = light, False, False
         self._checkpointed: dict[str, deque[_Place]] = {}
         self._segment: tuple[Any, set[str]] = (None, set())
         self._stats: dict[tuple[str, int], HeadStats] = {}
         self._calls: dict[tuple[str, int], Call] = {}
         self._masks: dict[tuple[str, int], MaskFacts] = {}
         self._kept: dict[tuple[str, int], list[Attended]] = {}
+        self._ledgers: dict[tuple[str, int], Ledger] = {}
         self._running = threading.local()
         self._lock = threading.Lock()
         self._ran = False
@@ -553,7 +561,7 @@ class Observation:
     def _frames(self) -> list[Frame]:
         if not hasattr(self._running, "frames"):
             self._running.frames, self._running.counts = [], {}
-            self._running.training = False
+            self._running.training = self._running.counted = False
         return self._running.frames
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -568,6 +576,7 @@ class Observation:
             if not _recomputing():
                 self._running.counts = {}
                 self._running.training = torch.is_grad_enabled()
+                self._running.counted = torch.is_grad_enabled() and module.training
         self._ran = True
         frames.append(frame)
 
@@ -591,9 +600,22 @@ class Observation:
 
     def _locate(self, module: nn.Module | None) -> Where | None:
         frames = self._frames
+        if self._light and not self._counts(module):
+            return None
         if module is not None and module in self._paths:
             return Where(self._paths[module], module, tuple(frames))
         return Where(frames[-1].path, frames[-1].module, tuple(frames)) if frames else None
+
+    def _counts(self, module: nn.Module | None) -> bool:
+        """Whether a light observation counts a call: one of a training forward, unless muted."""
+        if self._muted:
+            return False
+        if self._frames:
+            counted = self._running.counted
+        else:  # a graph of the whole model and more: no hook has said how it was called
+            counted = module is not None and module.training
+        self.passed_over |= not counted
+        return counted
 
     # What they compute
 
@@ -608,6 +630,9 @@ class Observation:
         kind = kind_of(where, attended.seen, self_attention)
         if self._keep and self._wanted(key):
             self._store(key, attended)
+        if self._light:
+            self._add_up(key, where, watched(attended, where.frames, self_attention=kind == "self"))
+            return None
         stats = statistics(
             attended, where.frames, self_attention=kind == "self", full=self._full,
             delimiters=self._delimiters,
@@ -619,16 +644,37 @@ class Observation:
                 self._calls[key] = describe(where, attended, kind, window)
                 self._stats[key], self._masks[key] = stats, masks
             else:
-                try:
-                    self._stats[key] = heads.merge(before, stats)
-                except ValueError as error:
-                    raise ScaledotError(f"{where.path}: {error}") from None
+                self._stats[key] = _merged(where.path, before, stats)
                 self._calls[key] = lengthen(self._calls[key], attended)
                 self._masks[key] = mask_check.merge(self._masks[key], masks)
-        if not self._gradients:
+        part = PART.get()
+        if part is None and not self._gradients:
             return None
         real = real_queries(attended, where.frames, self_attention=kind == "self")
-        return _Place(self, key, real)
+        if part is not None:
+            ledger = entered(self._ledgers.pop(key, None), attended, real, part)
+            if not part.last:
+                self._ledgers[key] = ledger
+            elif (bias := key_bias(ledger, attended)) is not None:
+                self._add(key, {"key_bias": bias}, ledger.real)
+        return _Place(self, key, real) if self._gradients else None
+
+    def _add_up(self, key: tuple[str, int], where: Where, stats: HeadStats) -> None:
+        with self._lock:
+            before = self._stats.get(key)
+            self._stats[key] = stats if before is None else _merged(where.path, before, stats)
+
+    def take(self) -> dict[str, HeadStats]:
+        """`heads`, which begin anew."""
+        with self._lock:
+            taken, self._stats = self.heads, {}
+            self._ran = self.passed_over = False
+        return taken
+
+    def mute(self, muted: bool) -> None:
+        """Count nothing, or again, of an observation that is light: the model runs on in our
+        kernel, so that a step which nobody looks at computes the same bits."""
+        self._muted = muted
 
     # What comes back
 
@@ -699,7 +745,7 @@ class Observation:
             )
         kept.append(attended.copy())
 
-    def _require_something(self) -> None:
+    def require_something(self) -> None:
         if self._stats:
             return
         if not self._ran:
@@ -715,9 +761,19 @@ class Observation:
         )
 
 
-def _own_path(name: str) -> str:
-    """A module's path without what torch.compile put into it."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+def _merged(path: str, a: HeadStats, b: HeadStats) -> HeadStats:
+    try:
+        return heads.merge(a, b)
+    except ValueError as error:
+        raise ScaledotError(f"{path}: {error}") from None
+
+
+_PUT_IN = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def own_path(name: str) -> str:
+    """A module's path without what torch.compile, FSDP and checkpoint wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _PUT_IN)
 
 
 def _inside(path: str, parent: str) -> bool:
@@ -963,14 +1019,13 @@ def observe(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"observe needs an nn.Module, got {type(model).__name__}")
+    model = unwrapped(model)
     if keep not in (None, "qk"):
         raise ValueError(f'keep is {keep!r}: pass "qk" or None')
     if keep is None and (layers is not None or last is not None):
         raise ValueError('layers and last say what to keep: pass keep="qk" with them')
     if last is not None and last < 1:
         raise ValueError(f"last is {last}: pass at least 1 call")
-    from scaledot.torch_route import slow_path
-
     if delimiters is not None and not full:
         raise ValueError("delimiters are measured with full=True: pass both")
     seen = Observation(
@@ -978,9 +1033,19 @@ def observe(
         full=full, delimiters=delimiters,
         gradients=gradients,
     )  # fmt: skip
+    with looking(model, seen):
+        yield seen
+    seen.require_something()
+
+
+@contextmanager
+def looking(model: nn.Module, seen: Observation) -> Iterator[None]:
+    """Every attention of the model goes through `attend`, which gives it to `seen`."""
+    from scaledot.torch_route import slow_path
+
     with ExitStack() as context:
         context.enter_context(_looking(seen))
-        if gradients:
+        if seen._gradients:
             # A graph's backward is a graph too, made with it; nothing in it hands over anything.
             context.enter_context(torch.compiler.set_stance("force_eager"))
         context.enter_context(_hooked(model, seen))
@@ -989,8 +1054,7 @@ def observe(
             from scaledot.huggingface import routed
 
             context.enter_context(routed(model))
-        yield seen
-    seen._require_something()
+        yield
 
 
 def _from_transformers(model: nn.Module) -> bool:
@@ -1000,6 +1064,14 @@ def _from_transformers(model: nn.Module) -> bool:
         for kind in {type(m) for m in model.modules()}
         for base in kind.__mro__
     )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model in its wrapper for data parallelism, so that paths are its own."""
+    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        assert isinstance(model.module, nn.Module)
+        model = model.module
+    return model
 
 
 def _is_wrapper(module: nn.Module) -> bool:

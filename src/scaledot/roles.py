@@ -143,8 +143,8 @@ def roles(
     `delimiter_mass` is that mass, where another pass has weighed it.
 
     NaN where no visible key counts, or every one does; "distance" where one key is visible.
-    A padded key never counts. Tokens that are not (batch, keys), or fewer
-    queries than keys, as with a cache: the measures of tokens are left out.
+    A padded key never counts. Tokens that are not (batch, keys), as with a cache where only the
+    queries' are known: the measures of tokens are left out.
 
     Cost: delimiter one pass over the keys, none where its mass is given; distance one more unless
     causal; local O(n·W·d); duplicate and induction O(d) a pair of equal tokens, in text about a
@@ -155,7 +155,7 @@ def roles(
     batch, _, queries, keys = seen.shape
     seen = _symbolic(seen)
     if tokens is not None:
-        known = self_attention and queries == keys and tokens.shape in ((1, keys), (batch, keys))
+        known = self_attention and queries <= keys and tokens.shape in ((1, keys), (batch, keys))
         tokens = tokens.expand(batch, -1) if known else None
     result: dict[str, Tensor] = {}
     with torch.autocast(problem.query.device.type, enabled=False):
@@ -368,10 +368,17 @@ def _repeats(
 ) -> dict[str, Tensor]:
     """ "duplicate" and "induction"."""
     after = _follows(seen)
-    same = seen.segments is None or torch.equal(*(x.expand(len(tokens), -1) for x in seen.segments))
-    unbounded = seen.left is None or seen.left >= seen.shape[3] - 1
-    if unbounded and same and seen.diagonal == 0 and seen.allowed is None and seen.bias is None:
+    same = seen.segments is None or (
+        seen.segments[0].shape[1] == seen.segments[1].shape[1]
+        and torch.equal(*(x.expand(len(tokens), -1) for x in seen.segments))
+    )
+    queries, keys = seen.shape[2:]
+    unbounded = seen.left is None or seen.left >= keys - 1
+    plain = unbounded and seen.allowed is None and seen.bias is None
+    if plain and same and queries == keys and seen.diagonal == 0:
         found = _sorted_repeats(problem, seen, rows, tokens, after)
+    elif plain and seen.segments is None and seen.diagonal == keys - queries:
+        found = _continued_repeats(problem, seen, rows, tokens, after)
     else:
         found = _paired_repeats(problem, seen, rows, tokens, after)
     result: dict[str, Tensor] = {}
@@ -437,6 +444,58 @@ def _sorted_repeats(
     return [duplicate, (mass - weight * own, count - own.to(count.dtype))]
 
 
+def _continued_repeats(
+    problem: Problem, seen: Visibility, rows: RowStats, tokens: Tensor, after: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """The same where a cache holds keys from before the first query.
+
+    The queries see all of those, so that with both in order of token a mask by token is enough;
+    among themselves queries are a text of their own.
+    """
+    batch, keys = tokens.shape
+    queries = seen.shape[2]
+    start = keys - queries
+    ids = tokens[:, start:]
+    keep = seen.keep
+    own = replace(
+        seen, shape=(*seen.shape[:3], queries), offset=0, right=0,
+        keep=None if keep is None else keep[:, start:],
+    )  # fmt: skip
+    inside = replace(problem, key=problem.key[:, :, start:], value=None)
+    found = _sorted_repeats(inside, own, rows, ids, _follows(own))
+    order = ids.argsort(dim=1, stable=True)
+    back = order.argsort(1)[:, None].expand_as(rows.lse)
+    q = _in_order(problem.query, order)
+
+    def before(of: Tensor, first: int, stop: int, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys first … stop − 1 that stand for the tokens `of`."""
+        key_order = of.argsort(dim=1, stable=True)
+        part = Visibility(
+            (*seen.shape[:3], stop - first),
+            keep=None if counts is None else counts.expand(batch, -1).gather(1, key_order),
+            segments=(ids.gather(1, order), of.gather(1, key_order)),
+            device=seen.device,
+        )  # fmt: skip
+        moved = _in_order(problem.key[:, :, first:stop], key_order)
+        some = _alone(replace(problem, query=q, key=moved, value=None), part, rows.kernel)
+        lse, count = some.lse.gather(2, back), some.visible.gather(2, back)
+        return (lse - rows.lse).exp(), count
+
+    duplicate = before(tokens[:, :start], 0, start, None if keep is None else keep[:, :start])
+    # The first query's key may follow a token of before; to that query itself it is not earlier.
+    counts = after if keep is None else after & keep
+    mass, count = before(tokens[:, :start], 1, start + 1, counts[:, 1 : start + 1])
+    mine = (counts[:, start] & (tokens[:, start - 1] == tokens[:, start]))[:, None]
+    weight, _ = weight_at(problem, seen, rows.lse, _own(seen)[None])
+    mass[..., 0] -= weight[..., 0] * mine
+    count[..., 0] -= mine.to(count.dtype)
+    earlier = (duplicate, (mass, count))
+    return [
+        (there + here, n + m)
+        for (there, n), (here, m) in zip(earlier, found, strict=True)
+    ]  # fmt: skip
+
+
 def _in_order(x: Tensor, order: Tensor) -> Tensor:
     """x (batch, heads, length, dim) with its places in each batch's order."""
     return torch.stack([part.index_select(1, at) for part, at in zip(x, order, strict=True)])
@@ -446,16 +505,18 @@ def _paired_repeats(
     problem: Problem, seen: Visibility, rows: RowStats, tokens: Tensor, after: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """(mass, count) of both from each pair of equal tokens, some at a time: for any mask."""
-    shape = rows.lse.shape
+    shape, before = rows.lse.shape, seen.diagonal
     masses = [rows.lse.new_zeros(shape) for _ in range(2)]
     counts = [torch.zeros(shape, dtype=torch.int32, device=rows.lse.device) for _ in range(2)]
     after = after.expand(shape[0], -1)
     for b in range(shape[0]):
         part = seen.part(slice(b, b + 1), slice(None))
         for i, earlier in _equal(tokens[b], BLOCK // (shape[1] * problem.query.shape[3])):
+            i, earlier = (x[i >= before] for x in (i, earlier))
             follower = earlier + 1
-            follows = (follower < i) & after[b][follower.clamp(max=shape[2] - 1)]
-            pairs = ((i, earlier), (i[follows], follower[follows]))
+            follows = (follower < i) & after[b][follower.clamp(max=seen.shape[3] - 1)]
+            query = i - before
+            pairs = ((query, earlier), (query[follows], follower[follows]))
             for mass, count, (query, key) in zip(masses, counts, pairs, strict=True):
                 near = _inside(part, query, key)
                 query, key = query[near], key[near]

@@ -188,6 +188,8 @@ def _text(text: Doc) -> list[str | None]:
         counted(text["texts"], "text"),
         counted(text["windows"], "window") if text["windows"] != text["texts"] else None,
         counted(text["tokens"], "token"),
+        f"extrapolated past {text['beyond']:,}" if text.get("beyond") else None,
+        f"in parts of {text['chunk']:,}" if text.get("chunk") else None,
         sees,
         f"{counted(text['scores'], 'score')} a head",
         f"{counted(text['skipped'], 'text')} skipped" if text.get("skipped") else None,

@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scaledot import ScaledotError
 
 
 def context_of(model: Any, tokenizer: Any) -> int | None:
     """Tokens a model takes at once, by its configuration and tokenizer; None if neither says."""
-    config = getattr(model, "config", None)
-    sizes = [
-        config_number(config, "max_position_embeddings", "n_positions", "max_target_positions"),
-        getattr(tokenizer, "model_max_length", None),
-    ]
+    sizes = [made_for(model), getattr(tokenizer, "model_max_length", None)]
     known = [int(s) for s in sizes if s and 0 < s < 10**9]
     return min(known) if known else None
+
+
+_POSITIONS = re.compile(r"(^|\.)(wpe|\w*pos\w*)(\.|$)")
+
+
+def made_for(model: Any) -> int | None:
+    """Tokens at once that a model was made for, by its configuration; None if it does not say."""
+    config = getattr(model, "config", None)
+    return config_number(config, "max_position_embeddings", "n_positions", "max_target_positions")
+
+
+def check_context(model: Any, context: int) -> None:
+    """Raises: ScaledotError for more tokens at once than the model has learned positions."""
+    if not isinstance(model, nn.Module):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(name):
+            rows = made_for(model) or module.num_embeddings
+            if module.num_embeddings < context:
+                raise ScaledotError(
+                    f"the context is {context:,}, and this model has learned {rows:,} positions "
+                    f"({name}) and no others: pass at most {rows:,}"
+                )
 
 
 def windows_of(
