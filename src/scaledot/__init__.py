@@ -28,6 +28,10 @@ _WHERE = {
     "ScoreMoments": "moments",
     "observe": "observation",
     "Observation": "observation",
+    "Monitor": "training",
+    "Alarm": "alarms",
+    "Event": "alarms",
+    "qk_clip": "clipping",
     "audit": "auditing",
     "Audit": "auditing",
     "check": "conformance",
@@ -38,8 +42,11 @@ _WHERE = {
 
 if TYPE_CHECKING:
     from scaledot import lab as lab
+    from scaledot.alarms import Alarm as Alarm
+    from scaledot.alarms import Event as Event
     from scaledot.auditing import Audit as Audit
     from scaledot.auditing import audit as audit
+    from scaledot.clipping import qk_clip as qk_clip
     from scaledot.conformance import check as check
     from scaledot.dispatch import attention as attention
     from scaledot.dispatch import row_stats as row_stats
@@ -57,6 +64,7 @@ if TYPE_CHECKING:
     from scaledot.rows import RowStats as RowStats
     from scaledot.stages import Trace as Trace
     from scaledot.stages import trace as trace
+    from scaledot.training import Monitor as Monitor
 
 __all__ = ["ScaledotError", "__version__", *sorted(_WHERE)]
 

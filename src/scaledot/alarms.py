@@ -1,0 +1,256 @@
+"""Rules on the statistics of a training run: which head crossed which line, and why it could.
+
+A rule reads one number a head and step. The numbers come as `HeadStats` by module path, those of a
+step merged; `Watch.check` compares them with the rules and remembers what it needs of the steps
+before. Source of the numbers: docs/maths.md#heads; of the reasons: docs/maths.md#alarms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from scaledot import ScaledotError, checks
+from scaledot.heads import HeadStats
+from scaledot.tracking import NAMES, values
+
+ACTIONS = ("log", "stop", "save")
+MEASURES = (*NAMES, "nonfinite")
+"""What rules are about."""
+
+
+def numbers(stats: HeadStats) -> dict[str, Tensor]:
+    """What rules compare, (heads,): `tracking.values`, and as "nonfinite" the rows that see a score
+    that is not finite."""
+    return values(stats) | {"nonfinite": stats.counts["nonfinite"].double()}
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A line that no head's number may cross: above it, below it, or twice what the same head had
+    at most `doubles_within` steps before.
+
+    measure: one of `MEASURES`. then: what a crossing does besides being logged: "stop" the run,
+    "save" a snapshot, or a function that is given the `Event`.
+
+    Raises: ValueError or TypeError for a measure, a line or an action that there is not.
+
+    >>> Alarm("max_score", above=100).rule
+    'max_score above 100'
+    """
+
+    measure: str
+    _: KW_ONLY
+    above: float | None = None
+    below: float | None = None
+    doubles_within: int | None = None
+    then: str | Callable[[Event], object] = "log"
+
+    def __post_init__(self) -> None:
+        if self.measure not in MEASURES:
+            raise ValueError(f"measure is {self.measure!r}: pass one of {', '.join(MEASURES)}")
+        lines = {name: getattr(self, name) for name in ("above", "below", "doubles_within")}
+        given = {name: x for name, x in lines.items() if x is not None}
+        if len(given) != 1:
+            what = " and ".join(given) or "no line"
+            raise ValueError(f"{what} given: pass one of above, below and doubles_within")
+        ((name, line),) = given.items()
+        if name == "doubles_within":
+            checks.whole(name, line)
+        elif isinstance(line, bool) or not isinstance(line, int | float) or math.isnan(line):
+            raise ValueError(f"{name} is {line!r}: pass a number")
+        if not (self.then in ACTIONS or callable(self.then)):
+            raise ValueError(f"then is {self.then!r}: pass {', '.join(ACTIONS)} or a function")
+
+    @property
+    def rule(self) -> str:
+        """The rule in words, as events and logs name it."""
+        if self.doubles_within is not None:
+            return f"{self.measure} doubles within {self.doubles_within} steps"
+        side = "below" if self.above is None else "above"
+        return f"{self.measure} {side} {self._line:g}"
+
+    @property
+    def action(self) -> str:
+        """ "log", "stop", "save", or "call" for a function."""
+        return self.then if isinstance(self.then, str) else "call"
+
+    @property
+    def _line(self) -> float:
+        line = self.below if self.above is None else self.above
+        assert line is not None  # or it doubles
+        return line
+
+    def excess(self, value: float, before: float | None) -> float | None:
+        """By how much a number is over the line, larger being worse; None where it is not, and for
+        NaN, which a head without rows has."""
+        if self.doubles_within is not None:
+            if before is None or not before > 0 or not value >= 2 * before:
+                return None
+            return value / before
+        over = value - self._line if self.below is None else self._line - value
+        return over if over > 0 else None
+
+
+@dataclass(frozen=True)
+class Event:
+    """A rule that was broken: the head that broke it most, what its number was, and why.
+
+    threshold: the line, for a rule that doubles twice the number of before. why: what made the
+    head's scores, from its own numbers. also: how many other heads broke the rule in this step.
+    """
+
+    step: int
+    rule: str
+    measure: str
+    value: float
+    threshold: float
+    layer: int
+    head: int
+    path: str
+    why: str
+    action: str
+    also: int
+
+    def __str__(self) -> str:
+        more = f", and {self.also} more heads" if self.also else ""
+        return (
+            f"step {self.step}: {self.rule}: {self.value:.4g} in layer {self.layer} head "
+            f"{self.head} ({self.path}){more}. {self.why}"
+        )
+
+    def document(self) -> dict[str, Any]:
+        """As JSON values, without the step."""
+        told = asdict(self)
+        del told["step"]
+        return told
+
+
+class Watch:
+    """Rules over the steps of one run."""
+
+    def __init__(self, rules: Sequence[Alarm]) -> None:
+        self.rules = tuple(rules)
+        for rule in self.rules:
+            if not isinstance(rule, Alarm):
+                raise TypeError(f"alarms hold {rule!r}: pass scaledot.Alarm(…)")
+        longest = max((r.doubles_within or 0 for r in self.rules), default=0)
+        self._before: deque[tuple[int, dict[str, dict[str, list[float]]]]] = deque()
+        self._longest = longest
+        self._first: tuple[int, Mapping[str, HeadStats]] | None = None
+        self._last: Mapping[str, HeadStats] | None = None
+
+    def check(self, step: int, stats: Mapping[str, HeadStats]) -> list[Event]:
+        """The rules that a step broke, at most one event a rule: the worst head of all layers."""
+        if self._first is None:
+            self._first = step, stats
+        for path, one in stats.items():
+            for rule in self.rules:
+                known = rule.measure == "nonfinite" or NAMES[rule.measure][0] in one.measures
+                if not known and bool(one.counts["rows"].any()):
+                    raise ScaledotError(
+                        f"{path} has no {NAMES[rule.measure][0]} that {rule.rule!r} could compare"
+                    )
+        found = {
+            path: {name: x.tolist() for name, x in numbers(one).items()}
+            for path, one in stats.items()
+        }
+        while self._before and self._before[0][0] < step - self._longest:
+            self._before.popleft()
+        events = []
+        for rule in self.rules:
+            broken = []
+            for layer, (path, of) in enumerate(found.items()):
+                for head, value in enumerate(of[rule.measure]):
+                    lowest = self._lowest(rule, step, path, head)
+                    if (excess := rule.excess(value, lowest)) is not None:
+                        line = 2 * lowest if lowest is not None else rule._line
+                        broken.append((excess, layer, head, path, value, line))
+            if broken:
+                _, layer, head, path, value, line = max(broken, key=lambda x: x[0])
+                why = self._why(rule, path, head, stats[path])
+                events.append(
+                    Event(step, rule.rule, rule.measure, value, line, layer, head, path, why,
+                          rule.action, len(broken) - 1)
+                )  # fmt: skip
+        if self._longest:
+            self._before.append((step, found))
+        self._last = stats
+        return events
+
+    def _lowest(self, rule: Alarm, step: int, path: str, head: int) -> float | None:
+        """The least number of a head within the steps that a doubling looks back on."""
+        if rule.doubles_within is None:
+            return None
+        earlier = [
+            of[path][rule.measure][head]
+            for at, of in self._before
+            if at >= step - rule.doubles_within and path in of
+        ]
+        known = [x for x in earlier if not math.isnan(x)]
+        return min(known, default=None)
+
+    def _why(self, rule: Alarm, path: str, head: int, now: HeadStats) -> str:
+        assert self._first is not None  # `check` was called
+        if rule.measure == "nonfinite":
+            before = None if self._last is None else self._last.get(path)
+            largest = math.nan if before is None else float(values(before)["max_score"][head])
+            rows = int(now.counts["rows"][head])
+            if not math.isfinite(largest):
+                return f"of {rows:,} rows; it had no finite score before"
+            return f"of {rows:,} rows; the largest score of the step before was {largest:.4g}"
+        step, first = self._first
+        return reason(now, first.get(path), head, step)
+
+
+def reason(now: HeadStats, first: HeadStats | None, head: int, step: int) -> str:
+    """What makes a head's scores as wide as they are, and what grew since `first`, of `step`.
+
+    A row's scores are α‖q‖‖k‖·cos: their standard deviation is the product of |α|·√d_k, of
+    ‖q‖·‖k‖ ÷ d_k, and of how far queries and keys point the same way, 1 for independent directions.
+    Source: docs/maths.md#alarms.
+    """
+    factors = _factors(now, head)
+    scale = factors.pop("scale")
+    parts = []
+    if abs(scale - 1) > 0.01:
+        parts.append(f"the scale is {scale:.3g} times 1/√d_k")
+    before = None if first is None else _factors(first, head)
+    if before is not None and first is not now:
+        grown = [
+            f"{name} {factors[name] / before[name]:.3g} times"
+            for name in factors
+            if before[name] > 0 and math.isfinite(factors[name])
+        ]
+        if grown:
+            parts.append(f"since step {step}: {', '.join(grown)}")
+    if factors:
+        parts.append("now " + ", ".join(f"{name} {x:.3g}" for name, x in factors.items()))
+    return "; ".join(parts) or "its norms were not measured"
+
+
+def _factors(stats: HeadStats, head: int) -> dict[str, float]:
+    """What `reason` multiplies: scale in units of 1/√d_k, and where measured ‖q‖, ‖k‖ (root mean
+    squares) and their alignment."""
+    scale = max(map(abs, stats.scale)) * math.sqrt(stats.d_k)
+    found = {"scale": scale}
+    if not {"query_norm", "key_norm"} <= stats.measures.keys():
+        return found
+    group = stats.heads // stats.kv_heads
+    sizes = []
+    for name, at in (("query_norm", head), ("key_norm", head // group)):
+        measure = stats.measures[name]
+        sizes.append(float((measure.average[at].square() + measure.var[at]).sqrt()))
+    query, key = sizes
+    width = math.sqrt(max(float(stats.measures["score_var"].average[head]), 0.0))
+    expected = scale * query * key / stats.d_k
+    return found | {
+        "‖q‖": query,
+        "‖k‖": key,
+        "alignment": width / expected if expected > 0 else math.nan,
+    }
