@@ -79,7 +79,18 @@ ARROWS = {
     "huggingface": CORE | {"calls", "observation"},
     "torch_route": CORE | {"calls", "observation", "multihead"},
     "graph_route": CORE | {"calls", "observation", "operators", "kernels"},
-    "training": CORE | {"observation"},
+    # A training run, watched.
+    "losses": {"rows"},
+    "clipping": {"heads", "observation"},
+    "alarms": {"checks", "heads", "tracking"},
+    "distributed": {"heads"},
+    "picture": set(),
+    "tracking": {"heads", "picture"},
+    "training": {"heads", "observation", "alarms", "tracking"},
+    "trainers": {"tracking", "training"},
+    "snapshots": set(),
+    "timeline": {"tracking"},
+    "timeline_table": {"screen", "numerals", "timeline"},
     # A corpus through a model.
     "numerals": set(),
     "tokens": set(),
@@ -103,8 +114,10 @@ ARROWS = {
         "numerals",
     },
     "windows": set(),
+    "prefill": {"calls", "windows"},
     "trials": {"roles", "leakage", "mask_check", "observation", "windows"},
     "auditing": {
+        "calls",
         "heads",
         "scales",
         "roles",
@@ -113,6 +126,7 @@ ARROWS = {
         "leakage",
         "findings",
         "diagnose",
+        "prefill",
         "trials",
         "windows",
     },
@@ -153,6 +167,7 @@ ARROWS = {
     "options": set(),
     "report": {"document"},
     "server": {"document", "exploring", "report"},
+    "following": {"timeline", "server"},
 }
 # Inside functions: a result may reach for its presentation, a chooser for what it chooses.
 SHOWN = {"document", "terminal", "report"}
@@ -171,12 +186,13 @@ LATER = {
     "operators": {"kernels.native", "kernels.triton"},
     "document": {"findings", "exploring", "tokens"},
     "options": SHOWN,
+    "training": {"distributed", "snapshots", "trainers"},
 }
 EXTRAS = {
     "test_architecture", "test_course", "test_imports", "test_families", "test_mask_findings",
     "test_onnx", "test_compile", "test_gradients", "test_kernels", "test_readme",
     "test_real_figures", "test_real_models", "test_row_stats", "test_sample", "test_browser",
-    "test_page", "test_web", "test_stages_golden",
+    "test_address", "test_blow_up", "test_page", "test_web", "test_stages_golden",
 }  # fmt: skip
 MODULES = sorted(
     ".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SOURCE.rglob("*.py")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +28,8 @@ from scaledot.options import (
 
 HELP = """\
 Usage: scaledot explore [MODEL] [OPTIONS]
-MODEL: folder, hub id or .gguf; default: the embedded sample
+MODEL: folder, hub id or .gguf; default: the embedded sample; or the .jsonl file
+       of a Monitor: a training run, which the page follows while it goes on
 
 Text     --text "…"   --file PATH (- is stdin): shown first
          others can be typed on the page
@@ -62,6 +64,8 @@ def explore(
 ) -> int:
     if not 0 <= port <= 65535:
         raise InputError(f"--port is {port}: pass 1 to 65535, or leave it out for a free one")
+    if model is not None and model.endswith(".jsonl") and not Path(model).is_dir():
+        return _follow(model, port, host, no_open, ascii, color)
     texts, _ = texts_of(text, file, False)
     out, err = consoles(ascii, color, False)
     from scaledot import server
@@ -81,10 +85,27 @@ def explore(
         if given.strip():
             shelf.put(given)
 
+    _serve(shelf, loaded.name, port, host, no_open, out)
+    return 0
+
+
+def _follow(file: str, port: int, host: str, no_open: bool, ascii: bool, color: str) -> int:
+    """A training run's time line."""
+    out, _ = consoles(ascii, color, False)
+    from scaledot import server
+
+    server.require()
+    from scaledot.following import Followed
+
+    _serve(Followed(file), file, port, host, no_open, out)
+    return 0
+
+
+def _serve(shelf: Any, name: str, port: int, host: str, no_open: bool, out: Any) -> None:
+    from scaledot import server
+
     def ready(address: str) -> None:
-        out.print(
-            f"Explore {loaded.name}:  {address}", highlight=False, markup=False, soft_wrap=True
-        )
+        out.print(f"Explore {name}:  {address}", highlight=False, markup=False, soft_wrap=True)
         print("Ctrl-C ends it.", file=sys.stderr)
         if not no_open and _has_a_screen():
             import webbrowser
@@ -92,7 +113,6 @@ def explore(
             webbrowser.open(address)
 
     server.serve(shelf, host=host, port=port, on_ready=ready)
-    return 0
 
 
 def _has_a_screen() -> bool:

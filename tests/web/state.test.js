@@ -29,7 +29,7 @@ test("every field goes into the fragment and comes back", () => {
   const state = {
     view: "whatif", layer: 13, head: 8, q: 8, k: 1, stage: "scores", stat: "role", sort: "value",
     rule: "1/sqrt_d_k", scale: 0.25, temp: 1.5, cap: 30, mask: "window", window: 7, seed: 5, range: "one",
-    centre: true, lang: "ja", theme: "dark", compare: "t2",
+    centre: true, lang: "ja", theme: "dark", compare: "t2", measure: "entropy", step: 40,
     text: "猫と\"</script>#&=%+ 🐈\n👩‍💻 مرحبا",
   };
   assert.deepEqual(Object.keys(state).sort(), Object.keys(DEFAULTS).sort());
@@ -88,6 +88,7 @@ test("a level, a head, a cell and a text are steps of the history; controls are 
   const controls = {
     stage: "output", stat: "role", sort: "value", rule: "none", scale: 2, temp: 2, cap: 5,
     mask: "none", window: 9, seed: 5, range: "one", centre: true, lang: "ja", theme: "dark", compare: "t1",
+    measure: "entropy", step: 40,
   };
   for (const [name, value] of Object.entries(steps)) {
     assert.ok(isStep(DEFAULTS, { ...DEFAULTS, [name]: value }), name);

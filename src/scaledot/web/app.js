@@ -55,6 +55,7 @@ import { renderLayer } from "./layer.js";
 import { renderModel } from "./model.js";
 import { showMeasuring } from "./progress.js";
 import { DEFAULTS, STAGES, changedState, fitsAddress, formatFragment, isStep, levelUp, parseFragment, settledState } from "./state.js";
+import { renderTimeline, settledTimeline } from "./timeline.js";
 import { makeTextBox, tokenRuns } from "./textbox.js";
 import { examplesBox, factsOf, notesOf, problemBox, unobservedBox } from "./under.js";
 import { renderWhatIf } from "./whatif.js";
@@ -70,6 +71,7 @@ const HEAD_BYTES = 64e6;
 const LAYER_BYTES = 16e6;
 const NARROWEST_PAGE = 160; // pixels
 const ADDRESS_PAUSE = 200; // milliseconds between two writings of the address while dragging
+const FOLLOW_PAUSE = 5000; // milliseconds between two readings of a time line
 const PROGRESS_PAUSE = 300; // milliseconds between two looks at a measurement
 const darkSystem = matchMedia("(prefers-color-scheme: dark)");
 const stillSystem = matchMedia("(prefers-reduced-motion: reduce)");
@@ -112,9 +114,15 @@ function settled() {
     languages: navigator.languages ?? [navigator.language],
     dark: darkSystem.matches && !printing.matches,
   };
-  const state = settledState(page.state, page.text, surroundings);
+  const first = settledState(page.state, page.text, surroundings);
+  const state = followed() ? settledTimeline(first, page.state, followed()) : first;
   if (printing.matches) state.theme = "light";
   return state;
+}
+
+/** The time line of a training run, which a document holds in place of texts. */
+function followed() {
+  return page.document?.timeline ?? null;
 }
 
 function words() {
@@ -262,6 +270,7 @@ async function showText() {
   page.absent = false;
   page.waiting?.controller.abort();
   page.waiting = null;
+  if (followed()) return show();
   if (wanted === null || wanted === "") {
     page.text = null;
     return show();
@@ -326,6 +335,7 @@ function show() {
 function titleOf(state) {
   const parts = ["scaledot"];
   if (page.document) parts.unshift(modelName(page.document.model, t));
+  if (followed()) parts.unshift(t("timeline.title"));
   if (page.text && state.view !== "model") {
     const layer = t("shell.layer", { n: page.text.layers[state.layer]?.index ?? state.layer });
     parts.unshift(state.view === "layer" ? layer : `${layer} ${headName(state)}`);
@@ -355,7 +365,7 @@ async function save(kind) {
   const saved = page.saved?.();
   if (!saved) return announce(t("shell.nothing_to_save"));
   const state = settled();
-  const caption = [
+  const caption = followed() ? [modelName(page.document.model, t), formatFragment(page.state)] : [
     [modelName(page.document.model, t), t("shell.layer", { n: state.layer }), headName(state)]
       .join(" · "),
     visiblePieces(shortText(page.text.text, 120)).map((x) => x.text).join(""),
@@ -379,6 +389,8 @@ function keepFocus(redraw) {
 
 function showTextSection(state) {
   const root = place("text");
+  root.hidden = followed() !== null;
+  if (root.hidden) return;
   if (page.textBox === null) {
     const row = node("div", { class: "text-row" });
     const note = node("p", { class: "text-note", id: "text-note" });
@@ -550,6 +562,18 @@ function showView(state) {
   page.pointing = [];
   // A frame that is hidden has no width: there is nothing to lay out until it has one.
   if (innerWidth < NARROWEST_PAGE) return;
+  if (followed()) {
+    if (rendered.view !== "timeline") {
+      rendered.root = node("div", { class: "view timeline-view" });
+      rendered.view = "timeline";
+      root.replaceChildren(rendered.root);
+    }
+    const problem = page.problem === null ? null : problemBox(appNow(), page.problem);
+    keepFocus(() => {
+      rendered.end = renderTimeline(rendered.root, contextOf(state), problem);
+    });
+    return;
+  }
   if (page.text === null) {
     root.replaceChildren();
     Object.assign(rendered, { view: null, root: null });
@@ -641,6 +665,21 @@ async function copy(value) {
 
 // ------------------------------------------------------------------------------------ start
 
+/** Reads a time line again while its run goes on. */
+async function followRun() {
+  const before = JSON.stringify(page.document.timeline);
+  const problem = page.problem;
+  try {
+    const told = await ask("api/document");
+    page.problem = null;
+    if (JSON.stringify(told.timeline) !== before) page.document = told;
+  } catch (error) {
+    page.problem = sentenceOf(error);
+  }
+  if (JSON.stringify(page.document.timeline) !== before || page.problem !== problem) show();
+  setTimeout(() => void followRun(), FOLLOW_PAUSE);
+}
+
 async function loadMessages() {
   const load = async (language) =>
     inlined(`messages-${language}`) ?? (await ask(`messages.${language}.json`));
@@ -673,7 +712,8 @@ async function start() {
   const asked = page.state.text !== null && page.state.text !== page.opening ? showText() : null;
   show(); // the header and what is waited for stand there meanwhile
   await asked;
-  if (page.text === null) page.textBox.area.focus();
+  if (followed() && page.served) setTimeout(() => void followRun(), FOLLOW_PAUSE);
+  else if (page.text === null && !followed()) page.textBox.area.focus();
   document.documentElement.dataset.ready = "true";
 }
 

@@ -66,7 +66,7 @@ export function headerParts(app, state, root) {
   const tools = node(
     "div",
     { class: "tools", id: "tools" },
-    empty ? null : saveMenu(app),
+    empty && !app.document?.timeline ? null : saveMenu(app),
     node("button", {
       type: "button", class: "plain", "data-focus": "theme", click: () => set({ theme: other }),
     }, t(other === "dark" ? "shell.dark" : "shell.light")),

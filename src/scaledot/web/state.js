@@ -27,6 +27,8 @@
  * @property {boolean} centre  each row's mean is taken off, which softmax cannot see
  * @property {"en"|"ja"|null} lang  null: what the browser asks for
  * @property {"light"|"dark"|null} theme  null: what the system asks for
+ * @property {string} measure  of a time line: one of MEASURES
+ * @property {number|null} step  of a time line: the step of the grid; null: the last
  * @property {string|null} compare  id of a second text, beside the first in the model view
  * @property {string|null} text  null: the text the page opened with
  */
@@ -41,6 +43,7 @@ export const STATISTICS = [
   "max_score",
   "role",
 ];
+export const MEASURES = ["max_score", "entropy", "score_var_within", "top_margin", "gradient"];
 export const TEXT_LIMIT = 2000;
 
 /** @type {Readonly<State>} */
@@ -64,6 +67,8 @@ export const DEFAULTS = Object.freeze({
   centre: false,
   lang: null,
   theme: null,
+  measure: "max_score",
+  step: null,
   compare: null,
   text: null,
 });
@@ -89,6 +94,8 @@ const READERS = {
   centre: (word) => (word === "1" || word === "true" ? true : undefined),
   lang: oneOf(["en", "ja"]),
   theme: oneOf(["light", "dark"]),
+  measure: oneOf(MEASURES),
+  step: (word) => (/^\d{1,12}$/.test(word) ? Number(word) : undefined),
   compare: (word) => (/^\w{1,20}$/.test(word) ? word : undefined),
   text: (word) => (word.length > 0 && word.length <= TEXT_LIMIT ? word : undefined),
 };
