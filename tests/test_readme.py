@@ -39,12 +39,36 @@ def test_observing_as_the_readme_does(capsys):
     assert said.endswith("False\n")
 
 
+def test_a_training_is_watched_as_the_readme_does(tmp_path, monkeypatch):
+    import json
+
+    import torch
+
+    import scaledot
+    from scaledot.loading import load
+
+    monkeypatch.chdir(tmp_path)
+    sample = load(predicts=True)
+    ids = sample.tokenizer("The cat sat on the mat and looked at the moon.", return_tensors="pt")
+    batch = {"input_ids": ids["input_ids"], "labels": ids["input_ids"]}
+    model = sample.predictor.train()
+    names = {
+        "scaledot": scaledot, "model": model, "batches": [batch] * 12,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-6),
+    }  # fmt: skip
+    code = [text for language, text in BLOCKS if language == "python"][3]
+    exec(compile(code, "README", "exec"), names)
+    assert not names["monitor"].stopped
+    lines = (tmp_path / "run.timeline.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(x)["step"] for x in lines[1:]] == [1, 10]
+
+
 def test_the_layer_shows_its_steps(capsys):
     import torch
 
     import scaledot
 
-    code = [text for language, text in BLOCKS if language == "python"][3]
+    code = [text for language, text in BLOCKS if language == "python"][4]
     exec(compile(code, "README", "exec"), {"scaledot": scaledot, "x": torch.randn(1, 5, 512)})
     said = capsys.readouterr().out
     for step in ("split", "scores", "weights", "concat", "output"):

@@ -107,7 +107,10 @@ def test_node_runs_the_tests_of_the_shell():
     node = shutil.which("node")
     if node is None:
         missing("node is missing: apt-get install nodejs")
-    files = [str(ROOT / "tests" / "web" / x) for x in ("state.test.js", "shell.test.js")]
+    files = [
+        str(ROOT / "tests" / "web" / x)
+        for x in ("state.test.js", "shell.test.js", "timeline.test.js")
+    ]
     done = subprocess.run([node, "--test", *files], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
 
