@@ -293,6 +293,7 @@ async function measure(wanted) {
   const waiting = { controller: new AbortController(), started: performance.now(), timer: 0,
     layers: [] };
   page.waiting = waiting;
+  announce(""); // what was said of the text before is over, whatever comes
   waiting.timer = setInterval(() => void showProgress(waiting), PROGRESS_PAUSE);
   try {
     const { signal } = waiting.controller;
