@@ -114,7 +114,7 @@ def test_a_report_asks_for_nothing(opened, tmp_path):
     report = scaledot.audit(loaded.model, loaded.tokenizer, f"{ENGLISH} {HOSTILE}")
     path = tmp_path / "report.html"
     report.save(path)
-    assert path.stat().st_size < 480_000
+    assert path.stat().st_size < 450_000
     page = opened(path.as_uri(), offline=True, expects=VIEWS["model"])
     assert len(numbers(page, ".grid-cell")) == 16
     page.click("[data-layer='1'][data-head='2']")

@@ -28,7 +28,7 @@ INDEX = """<!doctype html>
 <title>scaledot</title>
 <link rel="icon" href="data:,">
 <link rel="stylesheet" href="style.css">
-<script type="module" src="app.js"></script>
+<script type="module" src="page.js"></script>
 </head>
 <body></body>
 </html>
@@ -150,7 +150,7 @@ def test_what_would_end_a_script_is_refused(web):
 
 
 def test_an_index_without_its_lines_is_refused(web):
-    (web / "index.html").write_text(INDEX.replace("app.js", "main.js"))
+    (web / "index.html").write_text(INDEX.replace("page.js", "main.js"))
     with pytest.raises(ValueError, match="holds 0 of"):
         page({})
 

@@ -14,7 +14,7 @@ SCRIPTS = sorted(WEB.glob("*.js"))
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 KANA = re.compile(r"[ぁ-んァ-ヶ一-龠]")
 
-IMPORT = re.compile(r'^import \{ ([^}]*) \} from "\./([\w-]+\.js)";$', re.M)
+IMPORT = re.compile(r'^import (?:\{ ([^}]*) \} from )?"\./([\w-]+\.js)";$', re.M)
 TOP = re.compile(r"^(?:export )?(?:async )?(?:function\*?|const|let|class) (\w+)", re.M)
 EXPORT = re.compile(r"^export (?:async )?(?:function\*?|const|let|class) (\w+)", re.M)
 

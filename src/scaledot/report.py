@@ -34,7 +34,7 @@ TYPES = {
 LANGUAGES = ("en", "ja")
 
 _STYLE = '<link rel="stylesheet" href="style.css">'
-_SCRIPT = '<script type="module" src="app.js"></script>'
+_SCRIPT = '<script type="module" src="page.js"></script>'
 _CHARSET = '<meta charset="utf-8">'
 
 _IMPORT = re.compile(r'^import\s+(?:\{([^{}]*)\}\s+from\s+)?"\./([\w.-]+)";[ \t]*\n', re.M)
@@ -42,8 +42,9 @@ _EXPORT = re.compile(r"^export\s+((?:async\s+)?function\*?|const|class)\s+(\w+)"
 _COMMENT = re.compile(r"^[ \t]*(?:/\*(?:[^*]|\*(?!/))*\*/|//[^\n]*)[ \t]*\n", re.M)
 """Comments that stand on lines of their own."""
 _SPACED = re.compile(r" ?([][{}(),;:=?&|<>*]) ?")
-_QUOTING = re.compile(r"[\"'`/\\]")
-"""What may begin a string, a template, a pattern or a comment."""
+_QUOTING = re.compile(r"[`/\\]")
+"""What may begin a template, a pattern or a comment, or escape a quote."""
+_STRING = re.compile(r"""("[^"]*"|'[^']*')""")
 _LEFT = re.compile(r"^(?:import|export)\b.*", re.M)
 
 HEIGHT = 720
@@ -149,16 +150,23 @@ def bundle(sources: Mapping[str, str], entry: str = "app.js") -> str:
 def _tightened(source: str) -> str:
     """A script without indentation and empty lines, and without spaces that its signs do not need.
 
-    A line that holds a quote or a slash keeps its spaces: some of them may be text. A template over
-    several lines, whose first and last line have an odd number of backticks, stays as it is.
+    Strings stay as they are, and so does a line that holds a slash or a backtick: some of its
+    spaces may be those of a pattern or a template. A template over several lines, whose first and
+    last line have an odd number of backticks, is left alone.
     """
     lines, inside = [], False
     for line in source.split("\n"):
         text = line if inside else line.strip()
         if text or inside:
-            lines.append(text if inside or _QUOTING.search(text) else _SPACED.sub(r"\1", text))
+            lines.append(text if inside or _QUOTING.search(text) else _spaced(text))
         inside ^= text.count("`") % 2 == 1
     return "\n".join(lines) + "\n"
+
+
+def _spaced(line: str) -> str:
+    """A line of script without needless spaces outside its strings."""
+    parts = _STRING.split(line)
+    return "".join(x if i % 2 else _SPACED.sub(r"\1", x) for i, x in enumerate(parts))
 
 
 def _packed_style(style: str) -> str:
@@ -207,7 +215,9 @@ def _variable(name: str) -> str:
 
 def _assembled(sources: Mapping[str, str], document: Mapping[str, Any]) -> str:
     scripts = {name: text for name, text in sources.items() if name.endswith(".js")}
-    style, script = _packed_style(sources["style.css"]), bundle(scripts)
+    # The view of a training run is only there where there is one.
+    entry = "page.js" if document.get("timeline") else "app.js"
+    style, script = _packed_style(sources["style.css"]), bundle(scripts, entry)
     for name, text in (("style.css", style), ("a script", script)):
         if found := re.search(r"</(?:style|script)|<!--", text, re.I):
             raise ValueError(f"{name} holds {found[0]!r}, which would end it inside a page")

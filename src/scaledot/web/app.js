@@ -55,9 +55,9 @@ import { renderLayer } from "./layer.js";
 import { renderModel } from "./model.js";
 import { showMeasuring } from "./progress.js";
 import { DEFAULTS, STAGES, changedState, fitsAddress, formatFragment, isStep, levelUp, parseFragment, settledState } from "./state.js";
-import { renderTimeline, settledTimeline } from "./timeline.js";
 import { makeTextBox, tokenRuns } from "./textbox.js";
 import { examplesBox, factsOf, notesOf, problemBox, unobservedBox } from "./under.js";
+import { offeredView } from "./views.js";
 import { renderWhatIf } from "./whatif.js";
 import { message, messageNodes, modelName, node, shortText, visibleNodes, visiblePieces } from "./words.js";
 
@@ -115,7 +115,7 @@ function settled() {
     dark: darkSystem.matches && !printing.matches,
   };
   const first = settledState(page.state, page.text, surroundings);
-  const state = followed() ? settledTimeline(first, page.state, followed()) : first;
+  const state = followed() ? offeredView("timeline").settled(first, page.state, followed()) : first;
   if (printing.matches) state.theme = "light";
   return state;
 }
@@ -571,7 +571,7 @@ function showView(state) {
     }
     const problem = page.problem === null ? null : problemBox(appNow(), page.problem);
     keepFocus(() => {
-      rendered.end = renderTimeline(rendered.root, contextOf(state), problem);
+      rendered.end = offeredView("timeline").render(rendered.root, contextOf(state), problem);
     });
     return;
   }

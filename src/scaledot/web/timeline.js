@@ -7,6 +7,7 @@ import { rampOf, textColour, variancePart } from "./colour.js";
 import { decodeArray } from "./data.js";
 import { axisSize, newPicture, paletteOf, pictureSvg } from "./draw.js";
 import { MEASURES } from "./state.js";
+import { offerView } from "./views.js";
 import { node, significant } from "./words.js";
 
 const QUANTILES = [0.05, 0.25, 0.5, 0.75, 0.95];
@@ -360,3 +361,5 @@ function alarmsOf({ context, line }) {
   return node("section", { class: "timeline-alarms" }, node("h2", {}, t("timeline.alarms")),
     items.length ? node("ul", {}, items) : node("p", { class: "note" }, t("timeline.no_alarms")));
 }
+
+offerView("timeline", { settled: settledTimeline, render: renderTimeline });
