@@ -63,8 +63,12 @@ ARROWS = {
     "probe": set(),
     "properties": CORE | {"probe"},
     "conformance": {"probe", "properties"},
+    "frames": set(),
+    "parts": CORE,
     "calls": CORE
     | {
+        "frames",
+        "parts",
         "roles",
         "whatif",
         "received",
@@ -74,11 +78,12 @@ ARROWS = {
         "kernels",
         "operators",
     },
-    "mask_check": CORE | {"calls", "operators", "kernels"},
-    "observation": CORE | {"roles", "received", "calls", "mask_check", "kernels"},
+    "mask_check": CORE | {"calls", "frames", "operators", "kernels"},
+    "observation": CORE
+    | {"roles", "received", "calls", "frames", "parts", "mask_check", "kernels"},
     "huggingface": CORE | {"calls", "observation"},
     "torch_route": CORE | {"calls", "observation", "multihead"},
-    "graph_route": CORE | {"calls", "observation", "operators", "kernels"},
+    "graph_route": CORE | {"calls", "frames", "observation", "operators", "kernels"},
     # A training run, watched.
     "losses": {"rows"},
     "clipping": {"heads", "observation"},
@@ -89,7 +94,7 @@ ARROWS = {
     "training": {"heads", "observation", "alarms", "tracking"},
     "trainers": {"tracking", "training"},
     "snapshots": set(),
-    "timeline": {"tracking"},
+    "timeline": {"alarms", "page_document", "tracking"},
     "timeline_table": {"screen", "numerals", "timeline"},
     # A corpus through a model.
     "numerals": set(),
@@ -114,9 +119,10 @@ ARROWS = {
         "numerals",
     },
     "windows": set(),
-    "prefill": {"calls", "windows"},
+    "prefill": {"parts", "windows"},
     "trials": {"roles", "leakage", "mask_check", "observation", "windows"},
     "auditing": {
+        "parts",
         "calls",
         "heads",
         "scales",
@@ -147,6 +153,7 @@ ARROWS = {
         "windows",
     },
     # What people see.
+    "page_document": {"document", "loading", "scales"},
     "document": {"stages", "heads", "scales", "whatif", "auditing", "lab.results", "loading"},
     "screen": {"numerals", "tokens"},
     "head_table": {"document", "screen", "numerals"},
@@ -166,11 +173,11 @@ ARROWS = {
     },
     "options": set(),
     "report": {"document"},
-    "server": {"document", "exploring", "report"},
+    "server": {"document", "page_document", "exploring", "report"},
     "following": {"timeline", "server"},
 }
 # Inside functions: a result may reach for its presentation, a chooser for what it chooses.
-SHOWN = {"document", "terminal", "report"}
+SHOWN = {"document", "page_document", "terminal", "report"}
 LATER = {
     "lab.results": SHOWN | {"lab.figures", "heads"},
     "lab.figures": {"heads"},
@@ -184,8 +191,9 @@ LATER = {
     "dispatch": {"kernels.native", "kernels.triton"},
     "moments": {"kernels.native"},
     "operators": {"kernels.native", "kernels.triton"},
+    "page_document": {"exploring", "tokens"},
     "document": {"findings", "exploring", "tokens"},
-    "options": SHOWN,
+    "options": SHOWN | {"loading"},
     "training": {"distributed", "snapshots", "trainers"},
 }
 EXTRAS = {

@@ -8,7 +8,7 @@ import transformers
 
 import scaledot
 from scaledot import ScaledotError, exploring
-from scaledot.document import dump, explore_document, frame_document, head_arrays
+from scaledot.document import dump
 from scaledot.exploring import (
     Sight,
     Stopped,
@@ -23,6 +23,7 @@ from scaledot.exploring import (
 )
 from scaledot.loading import Loaded, load, sample_text
 from scaledot.masks import Mask, resolve
+from scaledot.page_document import explore_document, frame_document, head_arrays
 from scaledot.windows import encode
 
 TEXT = "In the beginning God created the heaven and the earth."

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import scaledot
 from scaledot import leakage, mask_check
-from scaledot.calls import Attended, Frame, four_axes
+from scaledot.calls import Attended, four_axes
 from scaledot.checks import problem
 from scaledot.dispatch import row_stats
+from scaledot.frames import Frame
 from scaledot.mask_check import MaskFacts, facts, merge
 from scaledot.masks import Mask, resolve
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scaledot
-from scaledot import calls, stages
+from scaledot import frames, stages
 from scaledot.heads import HeadStats, merge
 from scaledot.observation import TOLERANCE
 
@@ -1315,7 +1315,7 @@ def read(*args: Any, **kwargs: Any) -> Any:
     model, found = Reader(), []
     with scaledot.observe(model) as seen:
         inside = model.inner.register_forward_pre_hook(
-            lambda *_: found.append(calls.reading(seen._frames))
+            lambda *_: found.append(frames.reading(seen._frames))
         )
         model(*args, **kwargs)
         inside.remove()

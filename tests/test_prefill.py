@@ -10,9 +10,9 @@ from torch import nn
 from transformers import BertConfig, BertModel, MistralConfig, MistralModel
 
 from scaledot import ScaledotError, audit, observe, prefill
-from scaledot.calls import NOT_IN_PARTS, PART
 from scaledot.leakage import resting
 from scaledot.loading import load, sample_text
+from scaledot.parts import NOT_IN_PARTS, PART
 from scaledot.roles import delimiters
 from scaledot.windows import check_context
 

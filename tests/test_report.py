@@ -15,8 +15,8 @@ import torch
 
 import scaledot
 from scaledot import ScaledotError, report
-from scaledot.document import FRAMED, report_document
 from scaledot.loading import load
+from scaledot.page_document import FRAMED, report_document
 from scaledot.report import bundle, frame, page, still
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- --!> ]]> \u2028"

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from scaledot import ScaledotError, prefill
 from scaledot import heads as head_stats
-from scaledot.calls import NOT_IN_PARTS
 from scaledot.diagnose import findings
 from scaledot.findings import Finding, Head, Layer, architecture_of, heads_of, layers_of
 from scaledot.heads import SATURATED, HeadStats
 from scaledot.leakage import resting
 from scaledot.mask_check import MaskFacts
 from scaledot.observation import observe
+from scaledot.parts import NOT_IN_PARTS
 from scaledot.roles import delimiters
 from scaledot.trials import Trials, try_out
 from scaledot.windows import (
@@ -98,7 +98,7 @@ class Audit:
 
         Raises: ScaledotError if the file cannot be written, or the audit has no example.
         """
-        from scaledot.document import report_document
+        from scaledot.page_document import report_document
         from scaledot.report import page
 
         data = page(report_document(self)).encode()
@@ -106,7 +106,7 @@ class Audit:
         return len(data)
 
     def _repr_html_(self) -> str:
-        from scaledot.document import FRAMED, report_document
+        from scaledot.page_document import FRAMED, report_document
         from scaledot.report import frame
 
         document = report_document(self, budget=FRAMED)
@@ -284,9 +284,9 @@ def _example(
 ) -> Reading | None:  # fmt: skip
     """The first tokens of the text as a page shows them; None for a model that cannot be given so
     few."""
-    from scaledot.document import example_length
     from scaledot.exploring import excerpt, prepare
     from scaledot.loading import Loaded
+    from scaledot.page_document import example_length
 
     loaded = Loaded(model, tokenizer, name or name_of(model))
     try:

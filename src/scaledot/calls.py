@@ -9,44 +9,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from scaledot import moments, operators, precision, reference, roles, spread, whatif
 from scaledot.checks import Problem
+from scaledot.frames import Frame, Where, reading
 from scaledot.heads import WATCHED, HeadStats
 from scaledot.kernels import Terms
 from scaledot.masks import Visibility
+from scaledot.parts import NOT_IN_PARTS, PART
 from scaledot.rows import RowStats
 
 _CROSS_NAME = re.compile(r"cross|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Which part of a text runs, its earlier keys in a cache (prefill.py): queries start … stop − 1
-    of `tokens`, the ids of all of it."""
-
-    tokens: Int[Tensor, "batch tokens"]
-    start: int
-    stop: int
-
-    @property
-    def last(self) -> bool:
-        return self.stop == self.tokens.shape[1]
-
-
-PART: ContextVar[Part | None] = ContextVar("part", default=None)
-"""The part of a text that runs; None where forwards are of whole texts."""
-
-NOT_IN_PARTS = ("bf16_cost_centred",)
-"""Measures that need every query beside every key: of a text that runs in parts they are left
-out."""
 
 
 @dataclass(frozen=True)
@@ -190,62 +169,6 @@ def _empty_weights(
     return 1 / attended.problem.key.shape[2] if attended.uniform else 0.0
 
 
-@dataclass(frozen=True, eq=False)
-class Frame:
-    """A module that is running, and what its arguments say.
-
-    stops: it reads a text, so what modules around it were given is about another one, or no more.
-    own_mask: it was given an attention mask of more axes than (batch, length).
-    tokens: the ids of that text. documents: a number for each document of a packed batch, None
-    where there is one a row or nothing says so. Inside a graph of torch.compile both are None.
-    """
-
-    path: str
-    module: nn.Module
-    cross: bool
-    stops: bool
-    query_mask: Bool[Tensor, "batch length"] | None
-    length: int
-    wants_weights: bool
-    tokens: Int[Tensor, "batch tokens"] | None = None
-    documents: Int[Tensor, "rows positions"] | None = None
-    own_mask: bool = False
-
-
-def reading(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost module that reads the text a call is about, the one around it instead where
-    only that was given the tokens; None where none reads a text."""
-    found: Frame | None = None
-    for frame in reversed(frames):
-        if not frame.stops:
-            continue
-        if found is None:
-            found = frame
-        elif frame.length != found.length or _two_texts(frame.module):
-            break  # it reads another text
-        if found.tokens is None and frame.tokens is not None:
-            found = replace(found, tokens=frame.tokens)
-        if found.documents is None and frame.documents is not None:
-            found = replace(found, documents=frame.documents)
-        if found.query_mask is None and frame.query_mask is not None:
-            found = replace(found, query_mask=frame.query_mask)
-    return found
-
-
-def _two_texts(module: nn.Module) -> bool:
-    """Whether a module reads two texts, an encoder's and a decoder's."""
-    return getattr(getattr(module, "config", None), "is_encoder_decoder", False) is True
-
-
-@dataclass(frozen=True)
-class Where:
-    """Which attention is being called: its module, and the modules it runs in."""
-
-    path: str
-    module: nn.Module
-    frames: Sequence[Frame]
-
-
 def four_axes(attended: Attended) -> Attended:
     """Row statistics as (batch, heads, queries), whatever batch axes the caller had."""
     shape = attended.problem.query.shape[:3]
@@ -304,67 +227,6 @@ def _summed_up(
         key_norm=key_norm,
         names=names,
     )
-
-
-@dataclass(frozen=True, eq=False)
-class Ledger:
-    """What the parts of a text leave for the last one, with which come the measures that need the
-    text's mean query.
-
-    total: Σq over the rows that count, float64, and count: how many. visible, nonfinite, real: of
-    each row so far. whole: False once a mask has no form that holds for all parts together.
-    """
-
-    total: Float[Tensor, "batch heads d_k"]
-    count: Int[Tensor, "batch heads"]
-    visible: Int[Tensor, "batch heads rows"]
-    nonfinite: Bool[Tensor, "batch heads rows"]
-    real: Bool[Tensor, "batch rows"]
-    whole: bool
-
-
-def entered(ledger: Ledger | None, attended: Attended, real: Tensor | None, part: Part) -> Ledger:
-    """The ledger after one more part, `attended`; None before the first."""
-    p, seen, rows = attended.problem, attended.seen, attended.rows
-    batch, _, queries, _ = p.query.shape
-    if real is None:
-        real = torch.ones(batch, queries, dtype=torch.bool, device=p.query.device)
-    counted = (rows.visible > 0) & ~rows.nonfinite & real[:, None]
-    new = Ledger(
-        torch.where(counted[..., None], p.query.double(), 0.0).sum(2),
-        counted.sum(2),
-        rows.visible,
-        rows.nonfinite,
-        real,
-        seen.segments is None and seen.allowed is None and seen.bias is None
-        and p.key.shape[2] == part.stop,
-    )  # fmt: skip
-    if ledger is None:
-        return new
-    return Ledger(
-        ledger.total + new.total,
-        ledger.count + new.count,
-        torch.cat([ledger.visible, new.visible], 2),
-        torch.cat([ledger.nonfinite, new.nonfinite], 2),
-        torch.cat([ledger.real, new.real], 1),
-        ledger.whole and new.whole,
-    )
-
-
-def key_bias(ledger: Ledger, attended: Attended) -> Float[Tensor, "batch heads rows"] | None:
-    """`moments.row_budget`'s key_bias of every row of a text, with the ledger after its last part;
-    NaN where a row has none. None where the parts' masks do not make one mask of a known form."""
-    if not ledger.whole:
-        return None
-    p, seen = attended.problem, attended.seen
-    batch, heads, queries = p.query.shape[:3]
-    length = ledger.visible.shape[2]
-    everything = replace(
-        seen, shape=(batch, heads, length, length), offset=seen.offset - (length - queries)
-    )
-    mean = ledger.total / ledger.count[..., None]
-    found = moments.key_bias(p, everything, mean, ledger.visible, ledger.nonfinite)
-    return found.masked_fill(ledger.visible < 2, float("nan"))
 
 
 def watched(attended: Attended, frames: Sequence[Frame], *, self_attention: bool) -> HeadStats:

@@ -26,6 +26,7 @@ from scaledot.options import (
     Stopped,
     Tokenizer,
     consoles,
+    loaded,
     note,
     span,
     texts_of,
@@ -168,19 +169,18 @@ def _trace(
     out, err = consoles(ascii, color, False)
     from scaledot import terminal
     from scaledot.auditing import trace_head
-    from scaledot.loading import load, sample_text
+    from scaledot.loading import sample_text
 
     if text is None:
         text = _first_sentence(sample_text())
     if not text.strip():
         raise InputError("the text is empty: pass a sentence or --file PATH (- is standard input)")
-    with err.status("Loading"):
-        loaded = load(
-            model, tokenizer=tokenizer, device=device, dtype=dtype, allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
+    found = loaded(
+        err, model, tokenizer=tokenizer, device=device, dtype=dtype, allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     doc = trace_head(
-        loaded.model, loaded.tokenizer, text, layer, head, max_tokens=max_tokens, name=loaded.name
+        found.model, found.tokenizer, text, layer, head, max_tokens=max_tokens, name=found.name
     )
     if doc["dropped_tokens"]:
         note(f"the text is longer: its first {doc['shape'][-1]:,} tokens are shown")

@@ -25,6 +25,7 @@ from scaledot.options import (
     check_writable,
     commands_of,
     consoles,
+    loaded,
     note,
     span,
     texts_of,
@@ -119,23 +120,20 @@ def audit(
             raise InputError(f"--json and --html are both {html}: pass two files")
     from scaledot import auditing
     from scaledot.heads import write
-    from scaledot.loading import load, sample_text
+    from scaledot.loading import sample_text
 
-    with err.status("Loading"):
-        loaded = load(
-            model, tokenizer=tokenizer, device=device, dtype=dtype, allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code,
-        )  # fmt: skip
-    for said in loaded.notes:
-        note(said)
+    found = loaded(
+        err, model, tokenizer=tokenizer, device=device, dtype=dtype, allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     if texts is None:
         texts = [sample_text()]
         if model is not None:
             note("no text given: the embedded text is used; pass --text or --file for your own")
     with terminal.progress(err) as update:
         result = auditing.audit(
-            loaded.model, loaded.tokenizer, texts, max_tokens=max_tokens, context=context,
-            layers=some, name=loaded.name, quick=quick, on_progress=update,
+            found.model, found.tokenizer, texts, max_tokens=max_tokens, context=context,
+            layers=some, name=found.name, quick=quick, on_progress=update,
         )  # fmt: skip
     t = result.text
     if t["beyond"] is not None:
@@ -177,9 +175,10 @@ def audit(
     _print(terminal, out, doc, show, table, one, some, _next(doc, saved), wrote)
     if html is not None:
         from scaledot.numerals import size
+        from scaledot.page_document import report_document
         from scaledot.report import page
 
-        whole = page(document.report_document(result, doc["commands"])).encode()
+        whole = page(report_document(result, doc["commands"])).encode()
         write(html, whole)
         note(f"wrote {html}, {size(len(whole))}: open it in a browser")
     if unsaved is not None:

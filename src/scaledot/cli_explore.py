@@ -22,7 +22,7 @@ from scaledot.options import (
     Tokenizer,
     commands_of,
     consoles,
-    note,
+    loaded,
     texts_of,
 )
 
@@ -70,22 +70,18 @@ def explore(
     out, err = consoles(ascii, color, False)
     from scaledot import server
     from scaledot.exploring import prepare
-    from scaledot.loading import load
 
     server.require()  # before a model is loaded for nothing
-    with err.status("Loading"):
-        loaded = load(
-            model, tokenizer=tokenizer, device=device, dtype=dtype, allow_pickle=allow_pickle,
-            trust_remote_code=trust_remote_code, predicts=True,
-        )  # fmt: skip
-        shelf = server.Shelf(prepare(loaded), lambda text: _again(model, text))
-    for said in loaded.notes:
-        note(said)
+    found = loaded(
+        err, model, tokenizer=tokenizer, device=device, dtype=dtype, allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code, predicts=True,
+    )  # fmt: skip
+    shelf = server.Shelf(prepare(found), lambda text: _again(model, text))
     for given in texts or ():
         if given.strip():
             shelf.put(given)
 
-    _serve(shelf, loaded.name, port, host, no_open, out)
+    _serve(shelf, found.name, port, host, no_open, out)
     return 0
 
 

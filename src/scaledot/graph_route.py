@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from scaledot import checks, observation, operators
-from scaledot.calls import Attended, Frame
+from scaledot.calls import Attended
 from scaledot.dispatch import compute
+from scaledot.frames import Frame
 from scaledot.kernels import Terms
 from scaledot.masks import Mask, Visibility
 from scaledot.rows import RowStats
@@ -48,7 +49,7 @@ operators.LIBRARY.define(
 
 @dataclass(frozen=True)
 class _Frame:
-    """A module that runs inside the graph, as `calls.Frame`; calls: the numbers of the modules
+    """A module that runs inside the graph, as `frames.Frame`; calls: the numbers of the modules
     whose attention ran in it, in order."""
 
     number: int

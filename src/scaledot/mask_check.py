@@ -20,7 +20,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from scaledot import operators
-from scaledot.calls import Attended, Frame, reading
+from scaledot.calls import Attended
+from scaledot.frames import Frame, reading
 from scaledot.kernels import Terms
 from scaledot.masks import Mask, Visibility
 

@@ -35,18 +35,12 @@ from torch import Tensor, nn
 
 from scaledot import checks, heads, mask_check, stages
 from scaledot.calls import (
-    PART,
     Attended,
     Call,
-    Frame,
-    Ledger,
     Ridden,
-    Where,
     describe,
-    entered,
     features_of,
     four_axes,
-    key_bias,
     kind_of,
     lengthen,
     real_queries,
@@ -57,10 +51,12 @@ from scaledot.calls import (
 )
 from scaledot.checks import Problem, ScaledotError
 from scaledot.dispatch import autocast_inputs, compute, pick
+from scaledot.frames import Frame, Where
 from scaledot.heads import HeadStats
 from scaledot.kernels import Gradients
 from scaledot.mask_check import MaskFacts
 from scaledot.masks import Mask, Visibility, resolve
+from scaledot.parts import PART, Ledger, entered, key_bias
 from scaledot.received import received_by
 from scaledot.rows import RowStats
 from scaledot.stages import Trace
@@ -505,8 +501,8 @@ class Observation:
         terminal.print_heads(terminal.console(), heads_document(self))
 
     def _repr_html_(self) -> str:
-        from scaledot.document import frame_document
         from scaledot.exploring import of_observation
+        from scaledot.page_document import frame_document
         from scaledot.report import frame
 
         if not self._stats:

@@ -127,6 +127,17 @@ def commands_of(saved: str, model: str | None, text: str) -> dict[str, str]:
     return {"audit": again, "trace": trace + (f" --model {shlex.quote(model)}" if model else "")}
 
 
+def loaded(err: Any, model: str | None, **how: Any) -> Any:
+    """The model that was asked for; what its loader has to say is noted. how: as `loading.load`."""
+    from scaledot.loading import load
+
+    with err.status("Loading"):
+        found = load(model, **how)
+    for said in found.notes:
+        note(said)
+    return found
+
+
 def check_writable(path: Path) -> None:
     """Fail before the work, not after it."""
     folder = path.parent

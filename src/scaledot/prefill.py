@@ -3,7 +3,7 @@
 A causal model gives a token the same output whether what follows is there or not, so a text may run
 in parts: what a layer holds besides its cache, activations and statistics alike, is then O(part)
 and not O(text). Every attention statistic is a sum over rows, and a row sees nothing later than
-itself, so that sums over the parts are those of the text; `calls.NOT_IN_PARTS` names what is not.
+itself, so that sums over the parts are those of the text; `parts.NOT_IN_PARTS` names what is not.
 Is the model one of which that is true? `refusal` asks it, on a few tokens. Source: docs/long.md.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from scaledot import ScaledotError
-from scaledot.calls import PART, Part
+from scaledot.parts import PART, Part
 from scaledot.windows import arguments, config_number
 
 CHUNK = 2048
@@ -60,7 +60,7 @@ def forward(
     Of the whole forward's statistics, counts of rows and keys and the histogram of "visible" come
     out exactly; other histograms, extremes and moments to float32 rounding of the model's own
     products, whose shapes differ: a row changes bins where that carries it over an edge. "key_bias"
-    comes with the last part. `calls.NOT_IN_PARTS` are not measured (tests/test_prefill.py).
+    comes with the last part. `parts.NOT_IN_PARTS` are not measured (tests/test_prefill.py).
 
     Raises: ValueError for a chunk below 1; ScaledotError for a model that has no cache.
     """

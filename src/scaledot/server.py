@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from scaledot import ScaledotError, report
-from scaledot.document import (
-    dump,
+from scaledot.document import dump
+from scaledot.exploring import Explorer, Progress, Reading, Stopped, read
+from scaledot.page_document import (
     explore_document,
     head_arrays,
     layer_arrays,
     layers_document,
     result_arrays,
 )
-from scaledot.exploring import Explorer, Progress, Reading, Stopped, read
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -81,7 +81,7 @@ class Trace:
         from scaledot.exploring import of_trace
 
         if (found := of_trace(self)) is not None:
-            from scaledot.document import frame_document
+            from scaledot.page_document import frame_document
             from scaledot.report import frame
 
             return frame(frame_document(*found), "scaledot: the stages of an attention")

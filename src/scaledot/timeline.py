@@ -6,7 +6,6 @@ what the terminal prints and `--json` saves, `page_document` what the page draws
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from scaledot import ScaledotError, __version__
+from scaledot.alarms import Event
+from scaledot.page_document import packed_array
 from scaledot.tracking import FORMAT, LOW_IS_BAD, NAMES, VERSION
 
 MOST_MOVED = 5
@@ -32,23 +34,6 @@ class Layer:
     kv_heads: int
     d_k: int
     scale: float
-
-
-@dataclass(frozen=True)
-class Alert:
-    """An alarm that went off: the head that broke its rule most, and how many others did (also)."""
-
-    step: int
-    rule: str
-    measure: str
-    value: float
-    threshold: float
-    layer: int
-    head: int
-    path: str
-    why: str
-    action: str
-    also: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +54,7 @@ class Run:
     rows: tuple[int, ...]
     nonfinite: tuple[int, ...]
     values: Mapping[str, np.ndarray]
-    alarms: tuple[Alert, ...]
+    alarms: tuple[Event, ...]
     notes: tuple[str, ...]
 
     @property
@@ -102,7 +87,7 @@ class _Seen:
     rows: int
     nonfinite: int
     values: dict[str, list[float]]
-    alarms: list[Alert]
+    alarms: list[Event]
     layers: tuple[Layer, ...]
 
 
@@ -239,7 +224,7 @@ def _step(found: Mapping[str, Any], step: int, layers: tuple[Layer, ...]) -> _Se
     )  # fmt: skip
 
 
-def _alert(found: Any, step: int, layers: tuple[Layer, ...]) -> Alert:
+def _alert(found: Any, step: int, layers: tuple[Layer, ...]) -> Event:
     if not isinstance(found, dict):
         raise _Damaged("an alarm is no object")
     layer, head = _whole(found, "layer"), _whole(found, "head")
@@ -248,7 +233,7 @@ def _alert(found: Any, step: int, layers: tuple[Layer, ...]) -> Alert:
     words = {x: _text(found, x) for x in ("rule", "measure", "path", "why", "action")}
     numbers = {x: _number(found.get(x), x) for x in ("value", "threshold")}
     also = _whole(found, "also") if "also" in found else 0
-    return Alert(step=step, layer=layer, head=head, also=also, **words, **numbers)  # type: ignore[arg-type]
+    return Event(step=step, layer=layer, head=head, also=also, **words, **numbers)  # type: ignore[arg-type]
 
 
 def _whole(found: Mapping[str, Any], name: str) -> int:
@@ -359,19 +344,15 @@ def page_document(run: Run) -> dict[str, Any]:
             "measures": [{"name": x, "low": x in LOW_IS_BAD} for x in NAMES],
             "layers": [vars(x) for x in run.layers],
             "steps": list(run.steps),
-            "losses": _array(np.array([[math.nan if x is None else x] for x in run.losses])),
+            "losses": packed_array(
+                torch.tensor([[math.nan if x is None else x] for x in run.losses])
+            ),
             "nonfinite": list(run.nonfinite),
-            "values": {name: _array(x) for name, x in run.values.items()},
+            "values": {name: packed_array(torch.from_numpy(x)) for name, x in run.values.items()},
             "alarms": [{k: _plain(x) for k, x in vars(alert).items()} for alert in run.alarms],
             "notes": list(run.notes),
         },
     }  # fmt: skip
-
-
-def _array(x: np.ndarray) -> dict[str, Any]:
-    with np.errstate(over="ignore"):
-        packed = x.astype("<f4").tobytes()
-    return {"shape": list(x.shape), "float32": base64.b64encode(packed).decode()}
 
 
 def _plain(x: Any) -> Any:
