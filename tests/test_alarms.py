@@ -29,26 +29,26 @@ def stats_of(q, k, scale=None):
 def gaussian(seed, heads=3, kv_heads=None, n=37, d=16):
     generator = torch.Generator().manual_seed(seed)
     return (
-        torch.randn(2, heads, n, d, generator=generator),
-        torch.randn(2, kv_heads or heads, n, d, generator=generator),
+        torch.randn(2, heads, n, d, generator=generator).double(),
+        torch.randn(2, kv_heads or heads, n, d, generator=generator).double(),
     )
 
 
 def test_the_numbers_are_those_of_the_scores():
     q, k = gaussian(0)
-    scores = (q @ k.mT).double() / 4
+    scores = (q @ k.mT) / 4
     visible = torch.ones(37, 37, dtype=torch.bool).tril()
     stats = stats_of(q, k)["layer0"]
     largest = scores.masked_fill(~visible, -math.inf).amax((0, 2, 3))
-    torch.testing.assert_close(numbers(stats)["max_score"], largest, rtol=1e-5, atol=0)
+    torch.testing.assert_close(numbers(stats)["max_score"], largest, rtol=1e-12, atol=0)
     p = scores.masked_fill(~visible, -math.inf).softmax(-1)
     entropy = -(p * p.clamp(min=1e-300).log()).sum(-1).mean((0, 2))
-    torch.testing.assert_close(numbers(stats)["entropy"], entropy, rtol=1e-5, atol=0)
+    torch.testing.assert_close(numbers(stats)["entropy"], entropy, rtol=1e-12, atol=0)
     gradient = (1 - p.square().sum(-1)).mean((0, 2))
-    torch.testing.assert_close(numbers(stats)["gradient"], gradient, rtol=1e-5, atol=0)
+    torch.testing.assert_close(numbers(stats)["gradient"], gradient, rtol=1e-12, atol=0)
     rows = [scores[:, :, i, : i + 1].var(-1, correction=0) for i in range(1, 37)]
     within = torch.stack(rows).mean((0, 1))
-    torch.testing.assert_close(numbers(stats)["score_var_within"], within, rtol=1e-5, atol=0)
+    torch.testing.assert_close(numbers(stats)["score_var_within"], within, rtol=1e-12, atol=0)
 
 
 def test_the_worst_head_is_named_and_the_others_are_counted():
@@ -143,7 +143,7 @@ def test_the_reason_names_what_grew():
     assert told.startswith("since step 12: ‖q‖ 1 times, ‖k‖ 1 times, alignment ")
     # A row's scores are ‖q‖k₀: about as wide as ‖q‖·1, as those of independent q are.
     assert 0.8 < grown < 1.25
-    along = stats_of(line, k * torch.tensor([4.0] + [0.0] * 15))["layer0"]
+    along = stats_of(line, k * torch.tensor([4.0] + [0.0] * 15).double())["layer0"]
     told = reason(along, first, 0, 12)
     assert 3.2 < float(re.search(r"alignment ([\d.]+) times", told)[1]) < 5  # √d_k = 4
 
