@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from scaledot.numerals import counted, factor, fraction, seconds, size, small
-from scaledot.screen import Page, cut, printed
+from scaledot.screen import Page, cut
 from scaledot.timeline import extremes, number_of
 
 Doc = Mapping[str, Any]
@@ -49,11 +49,6 @@ def print_timeline(console: Console, doc: Doc, *, wrote: tuple[str, int] | None 
         if wrote:
             page.line()
             page.text(["Wrote "], f"{wrote[0]} ({size(wrote[1])})", 6)
-
-
-def timeline_text(doc: Doc, width: int = 100) -> str:
-    """What :func:`print_timeline` prints, without colour."""
-    return printed(lambda plain: print_timeline(plain, doc), width)
 
 
 def _header(page: Page, doc: Doc) -> None:
