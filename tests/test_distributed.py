@@ -17,7 +17,7 @@ from scaledot.distributed import reduce
 
 SOURCE = Path(__file__).parents[1] / "src"
 START = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 import scaledot
 from scaledot import heads
 from scaledot.distributed import reduce
@@ -38,7 +38,16 @@ NORM = 5 * 16 * 2.0**-24
 """The scripts compute in float64, but this model's five RMSNorms round to float32 whatever they are
 given, so sums taken in another order may come out 2⁻²⁴ apart at each; and a change of q and k moves
 a score, an entropy by its size times the largest score, below 16."""
-END = "\ndist.destroy_process_group()\n"
+END = """
+dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)
+"""
+"""`destroy_process_group` ends the threads of a group that nothing refers to. torch refers to it
+itself: default arguments of torch.distributed.nn.functional where that is imported after
+`init_process_group`, as transformers does, and the caches of DTensor. A thread that is left and
+lets go of a tensor while the interpreter ends aborts the process; so it does not end here: the
+process does, as those of `multiprocessing` do."""
 
 
 def torchrun(tmp_path, body, processes=2, wanted=0):
