@@ -91,7 +91,7 @@ ARROWS = {
     "distributed": {"heads"},
     "picture": set(),
     "tracking": {"heads", "picture"},
-    "training": {"heads", "observation", "alarms", "tracking"},
+    "training": {"heads", "observation", "alarms", "tracking", "distributed"},
     "trainers": {"tracking", "training"},
     "snapshots": set(),
     "timeline": {"alarms", "page_document", "tracking"},
@@ -194,7 +194,7 @@ LATER = {
     "page_document": {"exploring", "tokens"},
     "document": {"findings", "exploring", "tokens"},
     "options": SHOWN | {"loading"},
-    "training": {"distributed", "snapshots", "trainers"},
+    "training": {"snapshots", "trainers"},
 }
 EXTRAS = {
     "test_architecture", "test_course", "test_imports", "test_families", "test_mask_findings",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from scaledot import ScaledotError
 from scaledot.heads import HeadStats
-from scaledot.observation import own_path, unwrapped
+from scaledot.observation import itself, own_path
 
 PAIRS = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("q_lin", "k_lin"), ("to_q", "to_k"))
 """Names that libraries give W_Q and W_K where they are modules of their own."""
@@ -75,7 +75,7 @@ def qk_clip(model: nn.Module, stats: Mapping[str, HeadStats], threshold: float =
     """
     if isinstance(threshold, bool) or not (isinstance(threshold, int | float) and threshold > 0):
         raise ValueError(f"threshold is {threshold!r}: pass a number above 0")
-    modules = {own_path(name): module for name, module in unwrapped(model).named_modules()}
+    modules = {own_path(name): module for name, module in itself(model).named_modules()}
     largest: dict[str, tuple[HeadStats, Tensor]] = {}
     for path, one in stats.items():
         if "max_score" not in one.measures:

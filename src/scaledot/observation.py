@@ -359,11 +359,10 @@ class Observation:
         gradients: bool = False,
         light: bool = False,
     ) -> None:
-        inner = _uncompiled(model)
+        inner = itself(model)
+        names = {m: own_path(name) for name, m in inner.named_modules()}
         self._paths = {
-            m: own_path(name) or type(inner).__name__
-            for name, m in inner.named_modules()
-            if not _is_wrapper(m)
+            m: names.get(m) or type(inner).__name__ for m in model.modules() if not _is_wrapper(m)
         }
         self._keep, self._layers, self._last, self._keep_bytes = keep, layers, last, keep_bytes
         self._full, self._delimiters = full, delimiters
@@ -1067,6 +1066,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         assert isinstance(model.module, nn.Module)
         model = model.module
+    return model
+
+
+def itself(model: nn.Module) -> nn.Module:
+    """The model without what data parallelism and torch.compile put around it, in any order."""
+    while (inner := _uncompiled(unwrapped(model))) is not model:
+        model = inner
     return model
 
 

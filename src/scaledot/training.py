@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from scaledot import ScaledotError
 from scaledot.alarms import Alarm, Event, Watch
+from scaledot.distributed import reduce_taken
 from scaledot.heads import HeadStats
 from scaledot.observation import Observation, looking, unwrapped
 from scaledot.tracking import Look, TimeLine, Writer, writer
@@ -45,8 +46,8 @@ class Monitor:
     snapshots: the folder where alarms save weights, that of `file` unless given.
     start: steps done before, of a run that is resumed.
 
-    Raises: ScaledotError for a step in which no attention was seen; TypeError or ValueError for
-    arguments that do not fit.
+    Raises: ScaledotError for a step in which no attention was seen, on all ranks of a process group
+    where one saw none; TypeError or ValueError for arguments that do not fit.
     Source: docs/training.md.
 
     >>> model = nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
@@ -141,15 +142,7 @@ class Monitor:
         return look
 
     def _look(self, loss: float | Tensor | None) -> Look:
-        if not self._seen.heads:
-            if self._seen.passed_over:
-                raise ScaledotError(
-                    f"step {self.steps} had no training forward, only of a model in eval mode or "
-                    "under no_grad: call model.train() before it"
-                )
-            self._seen.require_something()
-        stats = self._seen.take()
-        stats = _of_all_ranks(stats)
+        stats = reduce_taken(self._take)
         found = [(alarm, event) for alarm, watch in self._watches
                  for event in watch.check(self.steps, stats)]  # fmt: skip
         number = (
@@ -167,6 +160,17 @@ class Monitor:
         for alarm, event in found:
             self._act(alarm.then, event)
         return look
+
+    def _take(self) -> dict[str, HeadStats]:
+        """What this process saw in the step."""
+        if not self._seen.heads:
+            if self._seen.passed_over:
+                raise ScaledotError(
+                    f"step {self.steps} had no training forward, only of a model in eval mode or "
+                    "under no_grad: call model.train() before it"
+                )
+            self._seen.require_something()
+        return self._seen.take()
 
     def _act(self, then: str | Callable[[Event], object], event: Event) -> None:
         if callable(then):
@@ -199,14 +203,6 @@ class Monitor:
 def _rank() -> int:
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if there else 0
-
-
-def _of_all_ranks(stats: dict[str, HeadStats]) -> dict[str, HeadStats]:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return stats
-    from scaledot.distributed import reduce
-
-    return reduce(stats)
 
 
 def _name(model: nn.Module) -> str:
