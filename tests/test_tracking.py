@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ import torch
 from torch import nn
 
 import scaledot
-from scaledot.heads import EDGES, HeadStats
+from scaledot.heads import EDGES, HeadStats, Measure
 from scaledot.tracking import (
+    BINS,
     LOW_IS_BAD,
+    MOST_BINS,
     NAMES,
     Look,
     TimeLine,
@@ -88,120 +89,38 @@ def test_a_look_without_any_rows_tells_of_no_value():
     assert drawn(nothing) == {}
 
 
-def test_the_rows_of_the_worst_head_are_all_in_its_histogram():
-    for name, x in drawn(look()).items():
-        assert x.counts.sum() == int(x.worst.count)
-        assert len(x.edges) == len(x.counts) + 1
-        assert (np.diff(x.edges) > 0).all()
-        assert x.edges[0] == float(x.worst.minimum)
-        assert set(x.edges[1:-1]) <= set(EDGES[NAMES[name][0]].tolist())
-        assert len(x.heads) == 5
+def test_every_head_and_every_row_of_the_worst_is_in_a_histogram():
+    this = look()
+    for name, x in drawn(this).items():
+        layer, head = this.worst(name)
+        measure = list(this.heads.values())[layer].measures[NAMES[name][0]]
+        assert x.worst_rows.counts.sum() == int(measure.count[head])
+        assert x.worst_rows.edges[0] == float(measure.minimum[head])
+        assert set(x.worst_rows.edges[1:-1]) <= set(EDGES[NAMES[name][0]].tolist())
+        heads = torch.cat(this.values[name][:2]).numpy()  # c has no rows
+        assert (x.heads.edges[0], x.heads.edges[-1]) == (heads.min(), heads.max())
+        assert x.heads.counts.tolist() == np.histogram(heads, bins=BINS)[0].tolist()
+        assert x.heads.sum == pytest.approx(heads.sum(), rel=1e-12)
+        assert x.heads.squares == pytest.approx((heads**2).sum(), rel=1e-12)
+        for of in (x.heads, x.worst_rows):
+            assert len(of.edges) == len(of.counts) + 1
+            assert (np.diff(of.edges) > 0).all()
+
+
+def test_bins_are_joined_where_there_are_more_than_trackers_take():
+    """Margins from 0 to their end, an eighth of an octave apart: 1,005 bins, two a piece."""
+    margins = torch.linspace(0, 87, 5000, dtype=torch.float64)[None]
+    stats = HeadStats.identity(1, 1, 4)
+    stats = replace(stats, measures={"top_margin": Measure.of("top_margin", margins)})
+    rows = drawn(Look(1, 0.0, None, {"a": stats}))["top_margin"].worst_rows
+    assert MOST_BINS / 2 < len(rows.counts) <= MOST_BINS
+    assert len(rows.edges) == len(rows.counts) + 1
+    assert (np.diff(rows.edges) > 0).all()
+    assert (rows.edges[0], rows.edges[-1]) == (0, 87)
+    assert rows.counts.tolist() == np.histogram(margins.numpy(), rows.edges)[0].tolist()
 
 
 # Trackers
-
-
-def test_tensorboard_has_scalars_text_histograms_and_pictures(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    board = SummaryWriter(tmp_path)
-    this = look()
-    writer(board)(this, True)
-    board.close()
-    found = EventAccumulator(str(tmp_path))
-    found.Reload()
-    for name, value in scalars(this).items():
-        (event,) = found.Scalars(name)
-        assert (event.step, event.value) == (4, pytest.approx(value, rel=1e-6))
-    (text,) = found.Tensors("attn/entropy/where/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == where(this)["attn/entropy/where"]
-    for name, x in drawn(this).items():
-        (rows,) = found.Histograms(f"attn/{name}/worst_rows")
-        assert rows.histogram_value.num == int(x.worst.count)
-        assert sum(rows.histogram_value.bucket) == int(x.worst.count)
-        (heads,) = found.Histograms(f"attn/{name}/heads")
-        assert heads.histogram_value.num == 5
-        (image,) = found.Images(f"attn/{name}/picture")
-        assert (image.height, image.width) == x.picture.shape[:2]
-
-
-class Media:
-    """The Image and Histogram of a tracker's module, which keep what they were given."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.args, self.options = args, options
-
-
-class Recorded:
-    """A run of a tracker that takes dictionaries, with the calls that its documentation shows."""
-
-    def __init__(self) -> None:
-        self.logged: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def log(self, data: dict[str, Any], **options: Any) -> None:
-        self.logged.append((data, options))
-
-
-def test_weights_and_biases_have_an_axis_of_our_own(monkeypatch):
-    class Run(Recorded):
-        def __init__(self) -> None:
-            super().__init__()
-            self.defined: list[Any] = []
-
-        def define_metric(self, name: str, step_metric: str | None = None) -> None:
-            self.defined.append((name, step_metric))
-
-    module = types.SimpleNamespace(Image=Media, Histogram=Media)
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    run, this = Run(), look()
-    write = writer(run)
-    write(this, False)
-    write(this, True)
-    assert run.defined == [("attn/step", None), ("attn/*", "attn/step")]
-    (plain, options), (full, _) = run.logged
-    assert plain == {**scalars(this), **where(this), "attn/step": 4}
-    assert options == {}
-    x = drawn(this)["entropy"]
-    assert full["attn/entropy/picture"].args[0].shape == x.picture.shape
-    counts, edges = full["attn/entropy/worst_rows"].options["np_histogram"]
-    assert (counts.tolist(), edges.tolist()) == (x.counts.tolist(), x.edges.tolist())
-    assert full["attn/entropy/heads"].args[0] == x.heads.tolist()
-
-
-def test_trackio_is_told_the_step(monkeypatch):
-    class Run(Recorded):
-        pass
-
-    Run.__module__ = "trackio.run"
-    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(Image=Media, Histogram=Media))
-    run, this = Run(), look()
-    writer(run)(this, False)
-    assert run.logged == [({**scalars(this), **where(this)}, {"step": 4})]
-
-
-def test_mlflow_is_told_metrics_and_images():
-    class Flow:
-        __name__ = "mlflow"
-
-        def __init__(self) -> None:
-            self.metrics: list[Any] = []
-            self.images: list[Any] = []
-
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-            self.metrics.append((metrics, step))
-
-        def log_image(self, image: Any, key: str, step: int) -> None:
-            self.images.append((key, step, image.shape))
-
-        def log_param(self, key: str, value: Any) -> None: ...
-
-    flow, this = Flow(), look()
-    writer(flow)(this, True)
-    assert flow.metrics == [(scalars(this), 4)]
-    assert flow.images == [
-        (f"attn/{name}/picture", 4, x.picture.shape) for name, x in drawn(this).items()
-    ]
 
 
 @pytest.mark.usefixtures("unannotated")

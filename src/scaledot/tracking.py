@@ -122,11 +122,19 @@ def scalars(look: Look) -> dict[str, float]:
         result |= {
             f"attn/{name}/worst": float(layers[layer][head]),
             f"attn/{name}/mean": float(flat.nanmean()),
-            f"attn/{name}/{quantile}": float(flat.nanquantile(q)),
+            f"attn/{name}/{quantile}": _quantile(flat[~flat.isnan()], q),
             f"attn/{name}/layer": float(layer),
             f"attn/{name}/head": float(head),
         }
     return result | {"attn/nonfinite_rows": float(look.nonfinite)}
+
+
+def _quantile(x: Tensor, q: float) -> float:
+    """Linear between two neighbours, of which either may be infinite."""
+    rank = q * (len(x) - 1)
+    ordered = x.sort().values
+    low, high = float(ordered[math.floor(rank)]), float(ordered[math.ceil(rank)])
+    return low if low == high else low + (rank % 1) * (high - low)
 
 
 def where(look: Look) -> dict[str, str]:
@@ -136,14 +144,23 @@ def where(look: Look) -> dict[str, str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
-    """What is drawn of one watched value: every head's, the rows of the worst head counted between
-    edges (one count less than edges), and a picture, layers downwards and heads to the right."""
+class Counted:
+    """How many values lie between finite edges that rise, one count less than edges; their sum and
+    the sum of their squares."""
 
-    heads: Float[Tensor, " heads"]
     counts: np.ndarray
     edges: np.ndarray
-    worst: Measure
+    sum: float
+    squares: float
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """What is drawn of one watched value: every head's number, the rows of the worst head, and a
+    picture, layers downwards and heads to the right."""
+
+    heads: Counted
+    worst_rows: Counted
     picture: np.ndarray
 
 
@@ -155,23 +172,50 @@ def drawn(look: Look) -> dict[str, Drawn]:
             continue
         measure = list(look.heads.values())[at[0]].measures[NAMES[name][0]]
         worst = Measure(*(x[at[1] : at[1] + 1] for x in vars(measure).values()))
-        counts, edges = _within(worst, EDGES[NAMES[name][0]])
         flat = torch.cat(layers)
-        picture = heads_picture(name, layers)
-        result[name] = Drawn(flat[~flat.isnan()], counts, edges, worst, picture)
+        result[name] = Drawn(
+            _heads(flat[~flat.isnan()].numpy()),
+            _rows(worst, EDGES[NAMES[name][0]].numpy()),
+            heads_picture(name, layers),
+        )
     return result
 
 
-def _within(measure: Measure, edges: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The bins of one head that hold any rows, the outer two closed by the extremes."""
+BINS, MOST_BINS = 64, 512
+"""Of a histogram of heads, between the smallest and the largest; of any, as Weights & Biases take
+no more."""
+_LARGEST = sys.float_info.max / 4
+"""Stands for infinity, which is no edge: the distance of any two is a number."""
+
+
+def _heads(values: np.ndarray) -> Counted:
+    # What trackers count by themselves they refuse to where no bin is wide enough: 1e22 on its own.
+    inside = values.clip(-_LARGEST, _LARGEST)
+    edges = np.unique(np.linspace(*_apart(inside.min(), inside.max()), BINS + 1))
+    counts = np.histogram(inside, edges)[0]
+    with np.errstate(over="ignore", invalid="ignore"):  # ∞ − ∞ is NaN, as it should be
+        return Counted(counts, edges, float(values.sum()), float(np.square(values).sum()))
+
+
+def _rows(measure: Measure, edges: np.ndarray) -> Counted:
+    """The bins of one head that hold any rows, neighbours joined so that they are `MOST_BINS` at
+    most, the outer two closed by the extremes."""
     counts = measure.histogram[0].numpy()
     used = counts.nonzero()[0]
     first, last = int(used[0]), int(used[-1])
-    inner = edges.numpy()[first:last]
-    low, high = float(measure.minimum), float(measure.maximum)
-    # One more float up where all rows are one number: a bin has a width.
-    high = max(high, float(np.nextafter(inner[-1] if len(inner) else low, math.inf)))
-    return counts[first : last + 1], np.concatenate([[low], inner, [high]])
+    together = -(-(last + 1 - first) // MOST_BINS)
+    counts = np.add.reduceat(counts[first : last + 1], np.arange(0, last + 1 - first, together))
+    inner = edges[first:last][together - 1 :: together]
+    low, high = (max(min(float(x), _LARGEST), -_LARGEST)
+                 for x in (measure.minimum, measure.maximum))  # fmt: skip
+    _, high = _apart(inner[-1] if len(inner) else low, high)
+    n, mean, m2 = int(measure.count), float(measure.mean), float(measure.m2)
+    return Counted(counts, np.concatenate([[low], inner, [high]]), n * mean, m2 + n * mean * mean)
+
+
+def _apart(low: float, high: float) -> tuple[float, float]:
+    """(low, high), one float up where they are one number: a bin has a width."""
+    return low, max(high, float(np.nextafter(low, math.inf)))
 
 
 # Trackers
@@ -217,14 +261,12 @@ def _tensorboard(log: Any, look: Look, draw: bool) -> None:
     if not draw:
         return
     for name, x in drawn(look).items():
-        log.add_histogram(f"attn/{name}/heads", x.heads.numpy(), look.step)
-        m, n = x.worst, int(x.worst.count)
-        log.add_histogram_raw(
-            f"attn/{name}/worst_rows", min=float(m.minimum), max=float(m.maximum), num=n,
-            sum=float(m.mean * n), sum_squares=float(m.m2 + n * m.mean.square()),
-            bucket_limits=x.edges[1:].tolist(), bucket_counts=x.counts.tolist(),
-            global_step=look.step,
-        )  # fmt: skip
+        for kind, of in (("heads", x.heads), ("worst_rows", x.worst_rows)):
+            log.add_histogram_raw(
+                f"attn/{name}/{kind}", min=of.edges[0], max=of.edges[-1], num=int(of.counts.sum()),
+                sum=of.sum, sum_squares=of.squares, bucket_limits=of.edges[1:].tolist(),
+                bucket_counts=of.counts.tolist(), global_step=look.step,
+            )  # fmt: skip
         log.add_image(f"attn/{name}/picture", x.picture, look.step, dataformats="HWC")
 
 
@@ -245,8 +287,9 @@ def _with_media(log: Any, look: Look, draw: bool, module: str) -> dict[str, Any]
     if draw:
         kinds = log if _has(log, "Image", "Histogram") else sys.modules[module]
         for name, x in drawn(look).items():
-            told[f"attn/{name}/heads"] = kinds.Histogram(x.heads.tolist())
-            told[f"attn/{name}/worst_rows"] = kinds.Histogram(np_histogram=(x.counts, x.edges))
+            for kind, of in (("heads", x.heads), ("worst_rows", x.worst_rows)):
+                counted = kinds.Histogram(np_histogram=(of.counts, of.edges))
+                told[f"attn/{name}/{kind}"] = counted
             told[f"attn/{name}/picture"] = kinds.Image(x.picture)
     return told
 
