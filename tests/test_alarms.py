@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import scaledot
-from scaledot.alarms import Alarm, Watch, numbers, reason
+from scaledot.alarms import Alarm, Watch, factors, numbers, reason
 from scaledot.heads import merge
 
 
@@ -124,28 +124,46 @@ def test_a_head_without_rows_breaks_nothing():
 
 def test_the_reason_names_what_grew():
     """Of q, k and scale one is changed at a time; their product is the width of the scores."""
+
+    def of(*inputs, **options):
+        return factors(stats_of(*inputs, **options)["layer0"])
+
     q, k = gaussian(7, heads=4, kv_heads=2, n=400)
-    first = stats_of(q, k)["layer0"]
-    assert reason(stats_of(3 * q, k)["layer0"], first, 1, 0).startswith(
+    first = of(q, k)
+    assert reason(of(3 * q, k), 1, first, 0).startswith(
         "since step 0: ‖q‖ 3 times, ‖k‖ 1 times, alignment 1 times; now ‖q‖ 11.9"
     )
-    assert "‖q‖ 1 times, ‖k‖ 2.5 times, alignment 1 times" in reason(
-        stats_of(q, 2.5 * k)["layer0"], first, 3, 0
-    )
-    assert reason(stats_of(q, k, scale=1.0)["layer0"], None, 0, 0).startswith(
-        "the scale is 4 times 1/√d_k; now ‖q‖ "
+    assert "‖q‖ 1 times, ‖k‖ 2.5 times, alignment 1 times" in reason(of(q, 2.5 * k), 3, first, 0)
+    assert reason(of(q, k, scale=1.0), 0).startswith("the scale is 4 times 1/√d_k; now ‖q‖ ")
+    assert "; since step 0: scale 4 times, ‖q‖ 1 times, ‖k‖ 1 times, alignment 1 times; now" in (
+        reason(of(q, k, scale=1.0), 0, first, 0)
     )
     # Every query along one direction: no wider than independent ones until keys differ in it alone.
     line = torch.zeros_like(q)
     line[..., 0] = q.norm(dim=-1)
-    told = reason(stats_of(line, k)["layer0"], first, 0, 12)
+    told = reason(of(line, k), 0, first, 12)
     grown = float(re.search(r"alignment ([\d.]+) times", told)[1])
     assert told.startswith("since step 12: ‖q‖ 1 times, ‖k‖ 1 times, alignment ")
     # A row's scores are ‖q‖k₀: about as wide as ‖q‖·1, as those of independent q are.
     assert 0.8 < grown < 1.25
-    along = stats_of(line, k * torch.tensor([4.0] + [0.0] * 15).double())["layer0"]
-    told = reason(along, first, 0, 12)
+    along = of(line, k * torch.tensor([4.0] + [0.0] * 15).double())
+    told = reason(along, 0, first, 12)
     assert 3.2 < float(re.search(r"alignment ([\d.]+) times", told)[1]) < 5  # √d_k = 4
+
+
+def test_a_doubling_is_explained_by_the_steps_it_looked_back_on():
+    """Queries grow first, keys later: what doubled within three steps is due to the keys."""
+    q, k = gaussian(9)
+    steps = [(1, 1), (4, 1), (4, 1), (4, 1), (4, 1.2), (4, 1.5)]
+    looks = [stats_of(a * q, b * k) for a, b in steps]
+    watch = Watch([Alarm("score_var_within", doubles_within=3), Alarm("max_score", above=1)])
+    told = [watch.check(step, x) for step, x in enumerate(looks)]
+    assert [len(events) for events in told] == [1, 2, 2, 2, 1, 2]
+    doubled, above = told[5]  # 1.5² is above 2, 1.2² is not
+    # The last of equals: nothing changed from step 2 to step 3.
+    assert doubled.why.startswith("since step 3: ‖q‖ 1 times, ‖k‖ 1.5 times, alignment 1 times; ")
+    assert above.why.startswith("since step 0: ‖q‖ 4 times, ‖k‖ 1.5 times, alignment 1 times; ")
+    assert told[1][0].why.startswith("since step 0: ‖q‖ 4 times, ‖k‖ 1 times, ")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import scaledot
-from scaledot.heads import EDGES, HeadStats, Measure
+from scaledot.heads import EDGES, WATCHED, HeadStats, Measure
 from scaledot.tracking import (
     BINS,
     LOW_IS_BAD,
@@ -50,12 +50,19 @@ def test_the_measures_of_an_observation_give_the_same_values_as_a_monitor():
     x = torch.randn(3, 5, 16)
     with scaledot.observe(layer) as full:
         layer(x)
-    with scaledot.Monitor(layer) as monitor:
+    with scaledot.Monitor(layer, alarms=[scaledot.Alarm("max_score", above=1e9)]) as monitor:
         layer(x)
         light = monitor.step()
+    with scaledot.Monitor(layer) as monitor:
+        layer(x)
+        lightest = monitor.step()
     assert light is not None
+    assert lightest is not None
     a, b = values(full.heads["self_attn"]), values(light.heads["self_attn"])
     assert all(a[name].equal(b[name]) for name in NAMES)
+    c = values(lightest.heads["self_attn"])
+    assert all(a[name].equal(c[name]) for name in NAMES)
+    assert lightest.heads["self_attn"].measures.keys() == set(WATCHED)
     for name in ("query_norm", "key_norm"):
         a, b = (s.heads["self_attn"].measures[name] for s in (full, light))
         assert a.mean.equal(b.mean)

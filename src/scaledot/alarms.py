@@ -139,16 +139,13 @@ class Watch:
         for rule in self.rules:
             if not isinstance(rule, Alarm):
                 raise TypeError(f"alarms hold {rule!r}: pass scaledot.Alarm(…)")
-        longest = max((r.doubles_within or 0 for r in self.rules), default=0)
-        self._before: deque[tuple[int, dict[str, dict[str, list[float]]]]] = deque()
-        self._longest = longest
-        self._first: tuple[int, Mapping[str, HeadStats]] | None = None
+        self._longest = max((r.doubles_within or 0 for r in self.rules), default=0)
+        self._before: deque[_Seen] = deque()
+        self._first: _Seen | None = None
         self._last: Mapping[str, HeadStats] | None = None
 
     def check(self, step: int, stats: Mapping[str, HeadStats]) -> list[Event]:
         """The rules that a step broke, at most one event a rule: the worst head of all layers."""
-        if self._first is None:
-            self._first = step, stats
         for path, one in stats.items():
             for rule in self.rules:
                 known = rule.measure == "nonfinite" or NAMES[rule.measure][0] in one.measures
@@ -156,101 +153,127 @@ class Watch:
                     raise ScaledotError(
                         f"{path} has no {NAMES[rule.measure][0]} that {rule.rule!r} could compare"
                     )
-        found = {
-            path: {name: x.tolist() for name, x in numbers(one).items()}
-            for path, one in stats.items()
-        }
-        while self._before and self._before[0][0] < step - self._longest:
+        now = _Seen(
+            step,
+            {path: {name: x.tolist() for name, x in numbers(one).items()}
+             for path, one in stats.items()},
+            {path: factors(one) for path, one in stats.items()},
+        )  # fmt: skip
+        while self._before and self._before[0].step < step - self._longest:
             self._before.popleft()
         events = []
         for rule in self.rules:
             broken = []
-            for layer, (path, of) in enumerate(found.items()):
+            for layer, (path, of) in enumerate(now.numbers.items()):
                 for head, value in enumerate(of[rule.measure]):
-                    lowest = self._lowest(rule, step, path, head)
+                    before = self._lowest(rule, step, path, head)
+                    lowest = None if before is None else before.numbers[path][rule.measure][head]
                     if (excess := rule.excess(value, lowest)) is not None:
-                        line = 2 * lowest if lowest is not None else rule._line
-                        broken.append((excess, layer, head, path, value, line))
+                        line = rule._line if lowest is None else 2 * lowest
+                        broken.append((excess, layer, head, path, value, line, before))
             if broken:
-                _, layer, head, path, value, line = max(broken, key=lambda x: x[0])
-                why = self._why(rule, path, head, stats[path])
+                _, layer, head, path, value, line, before = max(broken, key=lambda x: x[0])
+                why = self._why(rule, path, head, stats[path], now, before or self._first)
                 events.append(
                     Event(step, rule.rule, rule.measure, value, line, layer, head, path, why,
                           rule.action, len(broken) - 1)
                 )  # fmt: skip
         if self._longest:
-            self._before.append((step, found))
+            self._before.append(now)
+        self._first = self._first or now
         self._last = stats
         return events
 
-    def _lowest(self, rule: Alarm, step: int, path: str, head: int) -> float | None:
-        """The least number of a head within the steps that a doubling looks back on."""
+    def _lowest(self, rule: Alarm, step: int, path: str, head: int) -> _Seen | None:
+        """Where a head had its least number within the steps that a doubling looks back on, the
+        last of equals."""
         if rule.doubles_within is None:
             return None
-        earlier = [
-            of[path][rule.measure][head]
-            for at, of in self._before
-            if at >= step - rule.doubles_within and path in of
-        ]
-        known = [x for x in earlier if not math.isnan(x)]
-        return min(known, default=None)
 
-    def _why(self, rule: Alarm, path: str, head: int, now: HeadStats) -> str:
-        assert self._first is not None  # `check` was called
+        def number(seen: _Seen) -> float:
+            return seen.numbers[path][rule.measure][head]
+
+        earlier = [
+            seen
+            for seen in reversed(self._before)
+            if seen.step >= step - rule.doubles_within
+            and path in seen.numbers
+            and not math.isnan(number(seen))
+        ]
+        return min(earlier, key=number, default=None)
+
+    def _why(
+        self, rule: Alarm, path: str, head: int, stats: HeadStats, now: _Seen, before: _Seen | None
+    ) -> str:
         if rule.measure == "nonfinite":
-            before = None if self._last is None else self._last.get(path)
-            largest = math.nan if before is None else float(values(before)["max_score"][head])
-            rows = int(now.counts["rows"][head])
+            last = None if self._last is None else self._last.get(path)
+            largest = math.nan if last is None else float(values(last)["max_score"][head])
+            rows = int(stats.counts["rows"][head])
             if not math.isfinite(largest):
                 return f"of {rows:,} rows; it had no finite score before"
             return f"of {rows:,} rows; the largest score of the step before was {largest:.4g}"
-        step, first = self._first
-        return reason(now, first.get(path), head, step)
+        if before is None or path not in before.factors:
+            return reason(now.factors[path], head)
+        return reason(now.factors[path], head, before.factors[path], before.step)
 
 
-def reason(now: HeadStats, first: HeadStats | None, head: int, step: int) -> str:
-    """What makes a head's scores as wide as they are, and what grew since `first`, of `step`.
+@dataclass(frozen=True)
+class _Seen:
+    """What is remembered of a step, by path: the numbers of each head, and their `factors`."""
+
+    step: int
+    numbers: Mapping[str, Mapping[str, Sequence[float]]]
+    factors: Mapping[str, Mapping[str, Sequence[float]]]
+
+
+def reason(
+    now: Mapping[str, Sequence[float]], head: int,
+    before: Mapping[str, Sequence[float]] | None = None, step: int = 0,
+) -> str:  # fmt: skip
+    """What makes a head's scores as wide as they are, from its `factors`, and what grew since those
+    `before`, of `step`.
+
+    Source: docs/maths.md#alarms.
+    """
+    parts = []
+    scale = now["scale"][head]
+    if abs(scale - 1) > 0.01:
+        parts.append(f"the scale is {scale:.3g} times 1/√d_k")
+    if before is not None:
+        grown = {
+            name: x[head] / before[name][head]
+            for name, x in now.items()
+            if name in before and before[name][head] > 0 and math.isfinite(x[head])
+        }
+        if grown.get("scale") == 1:  # as in most models always
+            del grown["scale"]
+        if grown:
+            told = ", ".join(f"{name} {x:.3g} times" for name, x in grown.items())
+            parts.append(f"since step {step}: {told}")
+    measured = {name: x[head] for name, x in now.items() if name != "scale"}
+    if measured:
+        parts.append("now " + ", ".join(f"{name} {x:.3g}" for name, x in measured.items()))
+    return "; ".join(parts) or "its norms were not measured"
+
+
+def factors(stats: HeadStats) -> dict[str, list[float]]:
+    """What the width of each head's scores is a product of, (heads,): the scale in units of 1/√d_k
+    and, where measured, ‖q‖, ‖k‖ (root mean squares) and their alignment.
 
     A row's scores are α‖q‖‖k‖·cos: their standard deviation is the product of |α|·√d_k, of
     ‖q‖·‖k‖ ÷ d_k, and of how far queries and keys point the same way, 1 for independent directions.
     Source: docs/maths.md#alarms.
     """
-    factors = _factors(now, head)
-    scale = factors.pop("scale")
-    parts = []
-    if abs(scale - 1) > 0.01:
-        parts.append(f"the scale is {scale:.3g} times 1/√d_k")
-    before = None if first is None else _factors(first, head)
-    if before is not None and first is not now:
-        grown = [
-            f"{name} {factors[name] / before[name]:.3g} times"
-            for name in factors
-            if before[name] > 0 and math.isfinite(factors[name])
-        ]
-        if grown:
-            parts.append(f"since step {step}: {', '.join(grown)}")
-    if factors:
-        parts.append("now " + ", ".join(f"{name} {x:.3g}" for name, x in factors.items()))
-    return "; ".join(parts) or "its norms were not measured"
-
-
-def _factors(stats: HeadStats, head: int) -> dict[str, float]:
-    """What `reason` multiplies: scale in units of 1/√d_k, and where measured ‖q‖, ‖k‖ (root mean
-    squares) and their alignment."""
     scale = max(map(abs, stats.scale)) * math.sqrt(stats.d_k)
-    found = {"scale": scale}
+    found = {"scale": [scale] * stats.heads}
     if not {"query_norm", "key_norm"} <= stats.measures.keys():
         return found
-    group = stats.heads // stats.kv_heads
-    sizes = []
-    for name, at in (("query_norm", head), ("key_norm", head // group)):
-        measure = stats.measures[name]
-        sizes.append(float((measure.average[at].square() + measure.var[at]).sqrt()))
-    query, key = sizes
-    width = math.sqrt(max(float(stats.measures["score_var"].average[head]), 0.0))
-    expected = scale * query * key / stats.d_k
-    return found | {
-        "‖q‖": query,
-        "‖k‖": key,
-        "alignment": width / expected if expected > 0 else math.nan,
-    }
+    query, key = (
+        (m.average.square() + m.var).sqrt()
+        for m in (stats.measures["query_norm"], stats.measures["key_norm"])
+    )
+    key = key.repeat_interleave(stats.heads // stats.kv_heads)
+    width = stats.measures["score_var"].average.clamp(min=0).sqrt()
+    alignment = width * stats.d_k / (scale * query * key)
+    named = {"‖q‖": query, "‖k‖": key, "alignment": alignment}
+    return found | {name: x.tolist() for name, x in named.items()}

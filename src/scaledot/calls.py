@@ -201,22 +201,25 @@ def statistics(
     extra |= reference.excess(p, rows)
     if full:
         extra |= _further(attended, frames, self_attention, delimiters)
-    return _summed_up(attended, real, extra, seen_keys)
-
-
-def _summed_up(
-    attended: Attended, real: Tensor | None, extra: dict[str, Tensor], seen_keys: Tensor | None,
-    names: Sequence[str] | None = None,
-) -> HeadStats:  # fmt: skip
-    p = attended.problem
-    key_norm = _norm(p.key)
-    if seen_keys is not None:
-        key_norm = key_norm.masked_fill(~seen_keys[:, None], float("nan"))
+    key_norm = _key_norm(p, seen_keys)
     if PART.get() is not None:
         for name in ("key_bias", *NOT_IN_PARTS):  # the first comes with the last part: `Ledger`
             extra.pop(name, None)
         # Earlier keys were counted with the part that brought them.
         key_norm = key_norm[:, :, key_norm.shape[2] - p.query.shape[2] :]
+    return _summed_up(attended, real, extra, key_norm)
+
+
+def _key_norm(p: Problem, seen_keys: Tensor | None) -> Tensor:
+    norm = _norm(p.key)
+    return norm if seen_keys is None else norm.masked_fill(~seen_keys[:, None], float("nan"))
+
+
+def _summed_up(
+    attended: Attended, real: Tensor | None, extra: dict[str, Tensor], key_norm: Tensor | None,
+    names: Sequence[str] | None = None,
+) -> HeadStats:  # fmt: skip
+    p = attended.problem
     return HeadStats.of(
         attended.rows,
         scale=p.scale,
@@ -229,13 +232,17 @@ def _summed_up(
     )
 
 
-def watched(attended: Attended, frames: Sequence[Frame], *, self_attention: bool) -> HeadStats:
-    """Head statistics of one call by the measures of `heads.WATCHED` and the norms of queries and
-    keys alone: what a training run can afford at every step."""
-    unmasked = _unmasked_keys(attended.seen)
+def watched(
+    attended: Attended, frames: Sequence[Frame], *, self_attention: bool, norms: bool
+) -> HeadStats:
+    """Head statistics of one call by the measures of `heads.WATCHED` alone, and the norms of
+    queries and keys if asked for: what a training run can afford at every step."""
+    p, unmasked = attended.problem, _unmasked_keys(attended.seen)
     real = _real(attended, unmasked, frames, self_attention)
-    extra = {"query_norm": _norm(attended.problem.query)}
-    return _summed_up(attended, real, extra, _seen_keys(attended.seen, unmasked), WATCHED)
+    if not norms:
+        return _summed_up(attended, real, {}, None, WATCHED)
+    key_norm = _key_norm(p, _seen_keys(attended.seen, unmasked))
+    return _summed_up(attended, real, {"query_norm": _norm(p.query)}, key_norm, WATCHED)
 
 
 def real_queries(

@@ -140,39 +140,64 @@ class Measure:
 
 
 def _summed(named: Mapping[str, np.ndarray]) -> dict[str, Measure]:
-    """`Measure.of` for several of the same shape, float64, together: of few rows that is faster."""
-    names, result = list(named), {}
-    size = max((x.size for x in named.values()), default=0)
-    for start in range(0, len(names), step := max(1, _TOGETHER // max(1, size))):
-        some = names[start : start + step]
-        # Sorted, NaN last, a head's values give extremes and histogram at once: numpy's sort is
-        # faster than a search of the edges for each value.
-        ordered = np.sort(np.stack([named[name] for name in some]), axis=-1)
-        counts = ordered.shape[-1] - np.isnan(ordered).sum(-1)
-        mean, m2 = np.zeros(counts.shape), np.zeros(counts.shape)
-        low, high = np.full(counts.shape, math.inf), np.full(counts.shape, -math.inf)
-        for n in set(counts[counts > 0].tolist()):
-            of = counts == n
-            core = ordered[..., :n] if of.all() else ordered[of][:, :n]
-            low[of], high[of] = core[..., 0].ravel(), core[..., -1].ravel()
-            with np.errstate(invalid="ignore"):  # ∞ − ∞ is NaN, as it should be
-                middle = core.mean(-1, keepdims=True)
-                mean[of] = middle.ravel()
-                m2[of] = np.square(core - middle).sum(-1).ravel()
-        for at, name in enumerate(some):
-            histogram = _histogram(ordered[at], counts[at], EDGES.get(name))
-            parts = (counts[at], mean[at], m2[at], low[at], high[at], histogram)
-            result[name] = Measure(*(torch.from_numpy(x) for x in parts))
+    """`Measure.of` for several of the same shape together: of few rows that is faster."""
+    result: dict[str, Measure] = {}
+    for dtype in {x.dtype for x in named.values()}:
+        names = [name for name, x in named.items() if x.dtype == dtype]
+        names.sort(key=TWO_KEYS.__contains__)  # side by side, as they leave out the same rows
+        step = max(1, _TOGETHER // max(1, named[names[0]].size))
+        for start in range(0, len(names), step):
+            result |= _together({name: named[name] for name in names[start : start + step]})
+    return {name: result[name] for name in named}
+
+
+def _together(named: Mapping[str, np.ndarray]) -> dict[str, Measure]:
+    # Sorted, NaN last, a head's values give extremes and histogram at once: numpy's sort is faster
+    # than a search of the edges for each value, and of float32 faster than of float64.
+    ordered = np.concatenate(list(named.values()))
+    ordered.sort(axis=-1)
+    flat = ordered.astype(np.float64, copy=False)
+    counts = np.full(len(flat), flat.shape[1])
+    for row in np.isnan(flat[:, -1:].ravel()).nonzero()[0]:
+        counts[row] = flat[row].searchsorted(math.nan)
+    mean, m2 = np.zeros(len(flat)), np.zeros(len(flat))
+    low, high = np.full(len(flat), math.inf), np.full(len(flat), -math.inf)
+    for n in set(counts[counts > 0].tolist()):
+        of = (counts == n).nonzero()[0]
+        start, stop = int(of[0]), int(of[-1]) + 1
+        core = flat[start:stop, :n] if stop - start == len(of) else flat[of, :n]
+        low[of], high[of] = core[:, 0], core[:, -1]
+        with np.errstate(invalid="ignore"):  # ∞ − ∞ is NaN, as it should be
+            middle = core.mean(-1, keepdims=True)
+            mean[of] = middle[:, 0]
+            apart = core - middle
+            m2[of] = np.square(apart, out=apart).sum(-1)
+    heads = len(flat) // len(named)
+    parts = [torch.from_numpy(x).split(heads) for x in (counts, mean, m2, low, high)]
+    result = {}
+    for at, name in enumerate(named):
+        of = slice(at * heads, (at + 1) * heads)
+        histogram = _histogram(flat[of], counts[of], low[of], high[of], EDGES.get(name))
+        result[name] = Measure(*(*(x[at] for x in parts), torch.from_numpy(histogram)))
     return result
 
 
-def _histogram(ordered: np.ndarray, counts: np.ndarray, edges: Tensor | None) -> np.ndarray:
+def _histogram(
+    ordered: np.ndarray, counts: np.ndarray, low: np.ndarray, high: np.ndarray,
+    edges: Tensor | None,
+) -> np.ndarray:  # fmt: skip
     if edges is None:
         return np.zeros((len(counts), 0), dtype=np.int64)
-    below = np.zeros((len(counts), len(edges) + 2), dtype=np.int64)
-    below[:, -1] = counts
-    for head, n in enumerate(counts):
-        below[head, 1:-1] = ordered[head, :n].searchsorted(edges.numpy(), side="left")
+    at = edges.numpy()
+    below = np.zeros((len(counts), len(at) + 2), dtype=np.int64)
+    # Below the edges up to the smallest lies nothing, below those above the largest all.
+    first = at.searchsorted(low, side="right").tolist()
+    last = at.searchsorted(high, side="right").tolist()
+    for head, n in enumerate(counts.tolist()):
+        if n:
+            start, stop, row = first[head], last[head], below[head]
+            row[start + 1 : stop + 1] = ordered[head, :n].searchsorted(at[start:stop])
+            row[stop + 1 :] = n
     return below[:, 1:] - below[:, :-1]
 
 
@@ -304,12 +329,12 @@ class HeadStats:
         any_hidden = {two: bool(where.any()) for two, where in hidden.items()}
         values = {}
         for name, x in named.items():
-            of = x.to(torch.float64).numpy()
+            of = x.numpy()
             two = name in TWO_KEYS
             values[name] = np.where(hidden[two], math.nan, of) if any_hidden[two] else of
         apart: dict[str, np.ndarray] = {}
         if key_norm is not None:
-            norms = _by_head(key_norm).to(torch.float64).numpy()
+            norms = _by_head(key_norm).numpy()
             # A sum of few rows costs its calls: as many keys as queries go with them.
             (values if norms.shape == visible.shape else apart)["key_norm"] = norms
         measures = _summed(values) | _summed(apart)
@@ -417,9 +442,8 @@ def joined(
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """(batch, heads, rows) as (heads, batch · rows), in float64 if it is of floats."""
-    x = x.detach().transpose(0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2]).cpu()
-    return x.double() if x.is_floating_point() else x
+    """(batch, heads, rows) as (heads, batch · rows), on the CPU."""
+    return x.detach().transpose(0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2]).cpu()
 
 
 def merge(a: HeadStats, b: HeadStats) -> HeadStats:

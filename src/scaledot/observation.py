@@ -25,13 +25,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any, Literal
+from functools import cache, partial, wraps
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from scaledot import checks, heads, mask_check, stages
 from scaledot.calls import (
@@ -61,6 +62,9 @@ from scaledot.received import received_by
 from scaledot.rows import RowStats
 from scaledot.stages import Trace
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 GIB = 1 << 30
 
 TOLERANCE = 8
@@ -78,6 +82,23 @@ LARGE = 8 << 20
 _ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
 
 
+def _beside_routes(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function with no TorchRoute in the way of its tensors: each call of torch's would pass
+    through it, and by now the attention is taken over."""
+
+    @wraps(function)
+    def beside(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        with ExitStack() as popped:
+            while getattr(_get_current_function_mode(), "is_route", False):
+                popped.enter_context(_pop_mode_temporarily())
+            return function(*args, **kwargs)
+
+    return beside
+
+
+@_beside_routes
 def attend(
     module: nn.Module | None,
     query: Tensor,
@@ -358,6 +379,7 @@ class Observation:
         delimiters: Tensor | None = None,
         gradients: bool = False,
         light: bool = False,
+        norms: bool = True,
     ) -> None:
         inner = itself(model)
         names = {m: own_path(name) for name, m in inner.named_modules()}
@@ -367,7 +389,7 @@ class Observation:
         self._keep, self._layers, self._last, self._keep_bytes = keep, layers, last, keep_bytes
         self._full, self._delimiters = full, delimiters
         self._gradients = gradients
-        self._light, self._muted, self.passed_over = light, False, False
+        self._light, self._norms, self._muted, self.passed_over = light, norms, False, False
         self._checkpointed: dict[str, deque[_Place]] = {}
         self._segment: tuple[Any, set[str]] = (None, set())
         self._stats: dict[tuple[str, int], HeadStats] = {}
@@ -626,7 +648,10 @@ class Observation:
         if self._keep and self._wanted(key):
             self._store(key, attended)
         if self._light:
-            self._add_up(key, where, watched(attended, where.frames, self_attention=kind == "self"))
+            stats = watched(
+                attended, where.frames, self_attention=kind == "self", norms=self._norms
+            )
+            self._add_up(key, where, stats)
             return None
         stats = statistics(
             attended, where.frames, self_attention=kind == "self", full=self._full,
@@ -794,6 +819,9 @@ def _slice(at: slice | int) -> slice:
 
 # Hooks: which module is running
 
+_PLAIN = ("torch.nn.", "transformers.pytorch_utils", "transformers.activations")
+"""Where the leaves are (Linear, LayerNorm, Conv1D, activations …) that call no attention."""
+
 
 @cache
 def _parameters(module: type[nn.Module]) -> Mapping[str, int]:
@@ -927,9 +955,8 @@ def _hooked(model: nn.Module, seen: Observation) -> Iterator[None]:
         for module in model.modules():
             if _is_wrapper(module):
                 continue
-            # torch's own leaves (Linear, LayerNorm …) call no attention.
             leaf = not any(True for _ in module.children())
-            if leaf and module is not model and type(module).__module__.startswith("torch.nn."):
+            if leaf and module is not model and type(module).__module__.startswith(_PLAIN):
                 continue
             if module in outermost:
                 # torch runs these before and after the graph.

@@ -25,6 +25,8 @@ from scaledot.rows import RowStats
 class TorchRoute(TorchFunctionMode):
     """Takes over these attention functions when a module that is observed calls them."""
 
+    is_route = True
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

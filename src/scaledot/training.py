@@ -41,7 +41,8 @@ class Monitor:
     log: what the run logs to, a TensorBoard SummaryWriter, a wandb run, the mlflow module, a
     trackio run or a Lightning logger (`tracking.scalars` has the names).
     file: a time line in JSON lines, appended to.
-    alarms: rules on what is seen, `scaledot.Alarm(…)`; `stopped` says that one wants the end.
+    alarms: rules on what is seen, `scaledot.Alarm(…)`; `stopped` says that one wants the end. With
+        any, looks hold the norms of queries and keys too, which their reasons are about.
     pictures: histograms and a layer × head picture at every so many looks, 0 for none.
     snapshots: the folder where alarms save weights, that of `file` unless given.
     start: steps done before, of a run that is resumed.
@@ -106,7 +107,9 @@ class Monitor:
         self.model = unwrapped(self.model if model is None else model)
         self.steps, self.stopped = self.steps if steps is None else steps, False
         with ExitStack() as context:
-            self._seen = Observation(self.model, light=True)
+            # What an alarm says of the reason is of norms: a pass over queries and keys of its own.
+            norms = any(alarm.measure != "nonfinite" for alarm, _ in self._watches)
+            self._seen = Observation(self.model, light=True, norms=norms)
             context.enter_context(looking(self.model, self._seen))
             self._line: TimeLine | None = None
             if self.file is not None and _rank() == 0:
