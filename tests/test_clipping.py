@@ -38,6 +38,43 @@ def gpt2():
     return GPT2Model(GPT2Config(vocab_size=32, n_positions=16, n_embd=32, n_layer=2, n_head=4))
 
 
+def mistral():
+    from transformers import MistralConfig, MistralModel
+
+    return MistralModel(MistralConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=6, sliding_window=5,
+    ))  # fmt: skip
+
+
+def vit():
+    from transformers import ViTConfig, ViTModel
+
+    return ViTModel(ViTConfig(
+        image_size=12, patch_size=4, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4,
+    ), add_pooling_layer=False)  # fmt: skip
+
+
+def t5():
+    from transformers import T5Config, T5Model
+
+    return T5Model(T5Config(
+        vocab_size=32, d_model=32, d_kv=6, d_ff=32, num_layers=2, num_heads=4, pad_token_id=0,
+        decoder_start_token_id=0,
+    ))  # fmt: skip
+
+
+def falcon(**layout):
+    """multi_query: all heads share a key; new_decoder_architecture: groups do; else none."""
+    from transformers import FalconConfig, FalconModel
+
+    return FalconModel(FalconConfig(
+        vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        parallel_attn=True, bias=True, bos_token_id=1, eos_token_id=1, **layout,
+    ))  # fmt: skip
+
+
 def neox():
     from transformers import GPTNeoXConfig, GPTNeoXModel
 
@@ -141,6 +178,12 @@ LAYOUTS = {
     "gpt2": gpt2,
     "bigcode": lambda: bigcode(True),
     "neox": neox,
+    "falcon": lambda: falcon(multi_query=True),
+    "falcon-grouped": lambda: falcon(new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-apart": lambda: falcon(multi_query=False),
+    "mistral": mistral,
+    "vit": vit,
+    "t5": t5,
     "phi3": phi3,
     "bert": bert,
     "albert": albert,
@@ -151,12 +194,31 @@ LAYOUTS = {
     "torch-mha-apart": torch_mha_apart,
     "own-mha": own_mha,
 }
+KEYS = {"falcon": 1, "falcon-grouped": 2}
+"""How many keys have weights, of layouts that hand each head a copy of one."""
 
 
 def observed(model):
+    inputs = {"input_ids": IDS}
+    if getattr(model, "main_input_name", None) == "pixel_values":
+        generator = torch.Generator().manual_seed(0)
+        inputs = {"pixel_values": torch.randn(2, 3, 12, 12, generator=generator).to(model.dtype)}
+    elif model.__class__.__name__ == "T5Model":
+        inputs["decoder_input_ids"] = IDS[:, :7]
     with torch.no_grad(), scaledot.observe(model) as seen:
-        model(input_ids=IDS)
+        model(**inputs)
     return seen.heads
+
+
+def drawn(layout):
+    """A model of float64 whose scores differ by head, biases too."""
+    model = LAYOUTS[layout]().eval().double()
+    for name, x in model.named_parameters():
+        if name.endswith("bias"):  # zero at first, where scaling it could not be seen
+            nn.init.normal_(x, std=0.3)
+        elif x.dim() == 2:
+            nn.init.normal_(x, std=0.5)
+    return model
 
 
 def first(stats):
@@ -167,27 +229,23 @@ def first(stats):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_largest_score_becomes_the_threshold(layout):
     torch.manual_seed(0)
-    model = LAYOUTS[layout]().eval().double()
-    for name, x in model.named_parameters():
-        if name.endswith("bias"):  # zero at first, where scaling it could not be seen
-            nn.init.normal_(x, std=0.3)
-        elif x.dim() == 2:
-            nn.init.normal_(x, std=0.5)
+    model = drawn(layout)
     before = observed(model)
     path, stats = first(before)
+    keys = KEYS.get(layout, stats.kv_heads)
     largest = stats.measures["max_score"].maximum
-    grouped = largest.view(stats.kv_heads, -1).amax(1)
-    threshold = float(grouped.sort().values[: 1 + stats.kv_heads // 2].mean())
-    threshold *= 0.9 if stats.kv_heads == 1 else 1.0
+    grouped = largest.view(keys, -1).amax(1)
+    threshold = float(grouped.sort().values[: 1 + keys // 2].mean())
+    threshold *= 0.9 if keys == 1 else 1.0
     untouched = {name: x.clone() for name, x in model.state_dict().items()}
     clipped = qk_clip(model, before, threshold)
     told = {h: x for p, h, x in clipped.heads if p == path.partition("[")[0]}
     assert told
-    assert len(told) < stats.heads or stats.kv_heads < 3 or "[" in path
+    assert len(told) < stats.heads or keys < 3 or "[" in path
     after = first(observed(model))[1].measures["max_score"].maximum
     if "[" not in path:
         wanted = grouped.clamp(max=threshold) / grouped
-        wanted = wanted.repeat_interleave(stats.heads // stats.kv_heads)
+        wanted = wanted.repeat_interleave(stats.heads // keys)
         torch.testing.assert_close(after, largest * wanted, rtol=ROUNDING, atol=0)
         assert told == pytest.approx({h: x for h, x in enumerate(wanted.tolist()) if x < 1})
     assert bool((after <= threshold * (1 + ROUNDING)).all())
@@ -198,6 +256,51 @@ def test_the_largest_score_becomes_the_threshold(layout):
     assert changed
     others = ("embed", "mlp", "dense", ".v_proj", "o_proj", "out_proj", "value", "norm")
     assert not [x for x in changed if any(part in x for part in others) and "query_key" not in x]
+
+
+@pytest.mark.parametrize(
+    "layout", ["falcon", "falcon-grouped", "falcon-apart", "mistral", "vit", "t5"]
+)
+def test_each_attention_alone_reaches_the_threshold_and_nothing_else_changes(layout):
+    """Self-attention and cross-attention of every layer: clipped alone, its input stays."""
+    torch.manual_seed(7)
+    model = drawn(layout)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    looked = observed(model)
+    assert len(looked) == (6 if layout == "t5" else 2)
+    for path, stats in looked.items():
+        keys = KEYS.get(layout, stats.kv_heads)
+        largest = stats.measures["max_score"].maximum
+        grouped = largest.view(keys, -1).amax(1)
+        threshold = float(grouped.max()) / 3
+        assert threshold > 0
+        qk_clip(model, {path: stats}, threshold)
+        after = observed(model)[path].measures["max_score"].maximum
+        wanted = (threshold / grouped).clamp(max=1).repeat_interleave(stats.heads // keys)
+        wanted = torch.where(grouped.repeat_interleave(stats.heads // keys) > 0, wanted, 1.0)
+        torch.testing.assert_close(after, largest * wanted, rtol=ROUNDING, atol=0)
+        assert float(after.max()) == pytest.approx(threshold, rel=ROUNDING)
+        for name, x in model.state_dict().items():
+            if x.equal(before[name]):
+                continue
+            assert name.startswith(f"{path}.")
+            if layout.startswith("falcon"):
+                clipped = {i for i, factor in enumerate(wanted.tolist()) if factor < 1}
+                assert of_falcon(model.get_submodule(path), x != before[name]) == clipped
+            else:
+                part = name.removeprefix(f"{path}.").partition(".")[0]
+                assert part in ("q", "k", "q_proj", "k_proj", "query", "key")
+        model.load_state_dict(before)
+
+
+def of_falcon(module, changed):
+    """The heads whose queries changed, by the module's own way to split what its matrix gives;
+    their keys must have, and no value."""
+    rows = changed.view(changed.shape[0], -1).any(1)
+    query, key, value = (x[0, 0].any(-1) for x in module._split_heads(rows[None, None]))
+    assert not value.any()
+    assert query.equal(key.expand_as(query))
+    return set(query.nonzero().ravel().tolist())
 
 
 def test_heads_below_the_threshold_keep_every_bit():

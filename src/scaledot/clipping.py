@@ -38,7 +38,9 @@ IN_ORDER = {
     "Phi3Attention": "qkv_proj",
 }
 """Classes that keep them in one matrix with W_V, one after the other."""
-FUSED = (*IN_ORDER, "GPTNeoXAttention", "nn.MultiheadAttention")
+BY_KEY = ("GPTNeoXAttention", "FalconAttention")
+"""Classes that do so key by key: the queries that share it, the key, the value."""
+FUSED = (*IN_ORDER, *BY_KEY, "nn.MultiheadAttention")
 """Where they are one matrix with W_V."""
 
 
@@ -93,7 +95,10 @@ def qk_clip(model: nn.Module, stats: Mapping[str, HeadStats], threshold: float =
     for path, (one, score) in largest.items():
         if path not in modules:
             raise ScaledotError(f"the model has no module {path!r}: pass its own statistics")
-        plan = _Plan([path], _factors(one, score, threshold), _parts(path, modules[path], one))
+        keys = _own_keys(modules[path], one)
+        plan = _Plan(
+            [path], _factors(score, keys, threshold), _parts(path, modules[path], one, keys)
+        )
         # Modules may share their weights: those are made smaller once, for the worst of them.
         first = plans.setdefault(id(plan.parts[0].weight), plan)
         if first is not plan:
@@ -109,11 +114,21 @@ def qk_clip(model: nn.Module, stats: Mapping[str, HeadStats], threshold: float =
     return Clipped(tuple(clipped))
 
 
-def _factors(stats: HeadStats, largest: Tensor, threshold: float) -> Tensor:
+def _own_keys(module: nn.Module, stats: HeadStats) -> int:
+    """How many heads' keys W_K makes. Falcon hands each query head a copy of the one it shares."""
+    if type(module).__name__ != "FalconAttention":
+        return stats.kv_heads
+    grouped: Any = module
+    if grouped.new_decoder_architecture:
+        return grouped.num_kv_heads
+    return 1 if grouped.multi_query else stats.heads
+
+
+def _factors(largest: Tensor, kv_heads: int, threshold: float) -> Tensor:
     """γ of each head, (heads,), equal within a group of heads that share a key; 1 leaves it."""
-    grouped = largest.view(stats.kv_heads, -1).amax(-1, keepdim=True)
+    grouped = largest.view(kv_heads, -1).amax(-1, keepdim=True)
     factor = torch.where(grouped > threshold, threshold / grouped, 1.0)
-    return factor.expand(-1, stats.heads // stats.kv_heads).reshape(-1)
+    return factor.expand(-1, len(largest) // kv_heads).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -158,7 +173,7 @@ class _Plan:
     parts: list[_Part]
 
 
-def _parts(path: str, module: nn.Module, stats: HeadStats) -> list[_Part]:
+def _parts(path: str, module: nn.Module, stats: HeadStats, kv_heads: int) -> list[_Part]:
     """Where the W_Q and W_K of a module's heads lie.
 
     Raises: ScaledotError where they are not known, or where their size has no effect.
@@ -175,7 +190,7 @@ def _parts(path: str, module: nn.Module, stats: HeadStats) -> list[_Part]:
             f"{path} ({kind}) clamps q and k (clip_qkv): its scores do not follow the size of W_Q "
             "and W_K"
         )
-    sizes = stats.heads, stats.kv_heads, stats.d_k
+    sizes = stats.heads, kv_heads, stats.d_k
     found = _latent(module, *sizes) or _separate(module, *sizes) or _fused(module, *sizes)
     if found is None:
         names = ", ".join(f"{q} and {k}" for q, k in PAIRS)
@@ -217,7 +232,7 @@ def _separate(module: nn.Module, heads: int, kv_heads: int, d: int) -> list[_Par
 
 
 def _fused(module: nn.Module, heads: int, kv_heads: int, d: int) -> list[_Part] | None:
-    """W_Q, W_K and W_V in one matrix: one after the other, or head by head (GPT-NeoX)."""
+    """W_Q, W_K and W_V in one matrix: one after the other, or key by key."""
     size = (heads + 2 * kv_heads) * d
     query, key = _by_head(0, heads, d), _by_head(heads * d, kv_heads, d)
     kind = type(module).__name__
@@ -234,16 +249,19 @@ def _fused(module: nn.Module, heads: int, kv_heads: int, d: int) -> list[_Part] 
         ]
         return parts + ([] if bias is None else [_Part(bias[:, None], None, 0, x)
                                                  for x in (query, key)])  # fmt: skip
-    # The same names stand for other orders elsewhere (CodeGen, Falcon), so the class must be known.
+    # The same names stand for other orders elsewhere (CodeGen), so the class must be known.
     name = IN_ORDER.get(kind)
     if name is not None and (kind != "GPTBigCodeAttention" or kv_heads == 1):
         part = _part(getattr(module, name, None), query, size)
         return None if part is None else [part, replace(part, rows=key)]
-    inside = getattr(module, "query_key_value", None)
-    if kind == "GPTNeoXAttention" and heads == kv_heads:
-        part = _part(inside, _by_head(0, heads, d, 3 * d), size)
+    if kind in BY_KEY:
+        group = heads // kv_heads
+        each = (group + 2) * d
+        starts = torch.arange(kv_heads)[:, None] * each + torch.arange(group) * d
+        query = starts.reshape(-1, 1) + torch.arange(d)
+        part = _part(getattr(module, "query_key_value", None), query, size)
         if part is not None:
-            return [part, replace(part, rows=_by_head(d, heads, d, 3 * d))]
+            return [part, replace(part, rows=_by_head(group * d, kv_heads, d, each))]
     return None
 
 
