@@ -200,7 +200,7 @@ EXTRAS = {
     "test_architecture", "test_course", "test_imports", "test_families", "test_mask_findings",
     "test_onnx", "test_compile", "test_gradients", "test_kernels", "test_readme",
     "test_real_figures", "test_real_models", "test_row_stats", "test_sample", "test_browser",
-    "test_address", "test_blow_up", "test_page", "test_web", "test_stages_golden",
+    "test_address", "test_blow_up", "test_page", "test_web", "test_stages_golden", "test_trackers",
 }  # fmt: skip
 MODULES = sorted(
     ".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SOURCE.rglob("*.py")

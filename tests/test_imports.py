@@ -39,13 +39,22 @@ def test_public_names_are_what_their_modules_define(name):
     assert getattr(scaledot, name) is value
 
 
+def test_modules_load_when_they_are_used():
+    loaded, printed = loaded_after("""
+import scaledot
+print(scaledot.losses.z_loss.__name__)""")
+    assert printed == "z_loss"
+    assert "scaledot.losses" in loaded
+    assert "scaledot.dispatch" not in loaded
+
+
 def test_the_public_names_are_listed():
     public = {
         "attention", "trace", "Mask", "Trace", "RowStats", "HeadStats", "observe", "audit",
-        "ScaledotError", "__version__",
+        "ScaledotError", "__version__", "lab", "losses",
     }  # fmt: skip
     assert public <= set(dir(scaledot))
-    assert public <= set(scaledot.__all__)
+    assert public - {"lab", "losses"} <= set(scaledot.__all__)
     with pytest.raises(AttributeError, match="module 'scaledot' has no attribute 'atention'"):
         _ = scaledot.atention
 

@@ -39,9 +39,12 @@ _WHERE = {
     "document_leak": "leakage",
     "Leak": "leakage",
 }
+_MODULES = ("lab", "losses")
+"""Public names that are modules."""
 
 if TYPE_CHECKING:
     from scaledot import lab as lab
+    from scaledot import losses as losses
     from scaledot.alarms import Alarm as Alarm
     from scaledot.alarms import Event as Event
     from scaledot.auditing import Audit as Audit
@@ -70,8 +73,8 @@ __all__ = ["ScaledotError", "__version__", *sorted(_WHERE)]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "lab":
-        return import_module("scaledot.lab")
+    if name in _MODULES:
+        return import_module(f"scaledot.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'scaledot' has no attribute {name!r}")
     value = getattr(import_module(f"scaledot.{_WHERE[name]}"), name)
@@ -80,4 +83,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE, "lab"})
+    return sorted({*globals(), *_WHERE, *_MODULES})
