@@ -436,8 +436,8 @@ def trainer(model: Any, folder: Path, **options: Any) -> Any:
 def scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (file,) = folder.rglob("events.out.tfevents*")
-    found = EventAccumulator(str(file))
+    (place,) = {file.parent for file in folder.rglob("events.out.tfevents*")}
+    found = EventAccumulator(str(place))
     found.Reload()
     return {tag: [(x.step, x.value) for x in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
@@ -482,6 +482,37 @@ def test_a_training_that_fails_leaves_the_model_its_own(tmp_path):
     with pytest.raises(ZeroDivisionError):
         run.train()
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_second_training_after_one_that_failed_begins_anew(tmp_path, monkeypatch, capsys):
+    """An alarm's function fails where Trainer tells nobody; what it saw is not the second run's."""
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
+    model = gpt2()
+    run = trainer(model, tmp_path, report_to=["tensorboard"], max_steps=3, eval_strategy="no")
+    told, broken = [], []
+
+    def fail(event: Any) -> None:
+        told.append(event.why)
+        if not broken:
+            broken.append(event)
+            raise RuntimeError("mine")
+
+    file = tmp_path / "run.timeline.jsonl"
+    alarm = Alarm("max_score", above=-1e9, then=fail)
+    monitor = scaledot.Monitor(model, every=2, file=file, alarms=[alarm]).attach(run)
+    with pytest.raises(RuntimeError, match="mine"):
+        run.train()
+    assert model.config._attn_implementation == "sdpa"
+    run.train()
+    assert model.config._attn_implementation == "sdpa"
+    assert monitor.last.step == 2
+    # Neither first look has a step before it; the second run's second has its own first.
+    assert ["since step" in why for why in told] == [False, False, True]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line.get("step") for line in lines] == [None, 1, None, 1, 2]
+    logged = {entry["step"]: entry["loss"] for entry in run.state.log_history if "loss" in entry}
+    for line in lines[3:]:
+        assert line["loss"] == pytest.approx(logged[line["step"]], rel=1e-6)
 
 
 def test_a_monitor_of_another_model_is_refused(tmp_path):
@@ -536,3 +567,43 @@ def test_lightning_logs_to_its_loggers_and_stops(tmp_path):
     assert "attn/entropy/mean" in written.splitlines()[0]
     run = fit([Alarm("max_score", above=-1e9, then="stop")], 100, False)
     assert run.global_step == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_twice_with_two_optimizers_that_a_module_steps_itself(tmp_path):
+    import lightning
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Model()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, number: int) -> dict[str, Any]:
+            self.manual_backward(self.net(batch[0]).square().mean())
+            if number % 3 == 2:  # the gradients of three batches
+                for optimizer in self.optimizers():
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return {}
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in self.net.layers]
+
+    data = torch.utils.data.TensorDataset(torch.randn(12, 7, 12))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    module, file = Module(), tmp_path / "run.timeline.jsonl"
+    run = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=TensorBoardLogger(tmp_path / "board"),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    scaledot.Monitor(module, every=1, file=file).attach(run)
+    run.fit(module, loader)
+    first = [json.loads(line) for line in file.read_text().splitlines()][1:]
+    assert [(line["step"], line["loss"]) for line in first] == [(1, None), (2, None)]
+    assert {line["rows"] for line in first} == {3 * 2 * 7 * 2 * 3}
+    run.fit_loop.max_epochs = 2
+    run.fit(module, loader)
+    steps = [step for step, _ in scalars_in(tmp_path / "board")["attn/entropy/mean"]]
+    assert len(steps) == len(set(steps)) == 4  # told once of each, though fit was called twice

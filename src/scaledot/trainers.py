@@ -36,25 +36,35 @@ def _transformers(monitor: Monitor, trainer: Any) -> None:
 
     if not _same(monitor.model, trainer.model):
         raise ScaledotError("the Monitor is of another model than the Trainer's: pass that one")
-    train = trainer.training_step
+    train, one_step = trainer.train, trainer.training_step
     losses: list[Tensor] = []
 
-    def training_step(*args: Any, **kwargs: Any) -> Tensor:
-        # A Trainer tells its callbacks no loss until it logs one.
+    def training(*args: Any, **kwargs: Any) -> Any:
+        # A Trainer tells its callbacks nothing of an exception.
         try:
-            loss = train(*args, **kwargs)
+            return train(*args, **kwargs)
+        finally:
+            monitor.close()
+
+    def training_step(*args: Any, **kwargs: Any) -> Tensor:
+        # Nor of a loss until it logs one. Where it looks for a batch that fits, it begins anew
+        # inside of `train` after a step that did not.
+        try:
+            loss = one_step(*args, **kwargs)
         except BaseException:
             monitor.close()
             raise
         losses.append(loss.detach())
         return loss
 
-    trainer.training_step = training_step
+    trainer.train, trainer.training_step = training, training_step
 
     class Callback(TrainerCallback):
         told = 0
 
         def on_train_begin(self, _args: Any, state: Any, *_: Any, **_kwargs: Any) -> None:
+            losses.clear()
+            self.told = state.global_step
             monitor.open(steps=state.global_step, model=trainer.model_wrapped)
 
         def on_step_end(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> None:
@@ -79,20 +89,28 @@ def _transformers(monitor: Monitor, trainer: Any) -> None:
 def _lightning(monitor: Monitor, trainer: Any, package: str) -> None:
     root = import_module("lightning.pytorch" if package == "lightning" else package)
     losses: list[Tensor] = []
+    own = tuple(monitor.writers)
 
     class Callback(root.Callback):  # type: ignore[name-defined]
+        done = 0  # optimizer steps, of all optimizers
+
         def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
             if not _same(monitor.model, pl_module):
                 raise ScaledotError("the Monitor is of another model than fit's: pass that one")
-            monitor.writers += [writer(log) for log in trainer.loggers]
+            monitor.writers = [*own, *(writer(log) for log in trainer.loggers)]
+            losses.clear()
+            self.done = trainer.global_step
             monitor.open(steps=trainer.global_step, model=monitor.model)
 
         def on_train_batch_end(self, trainer: Any, _module: Any, outputs: Any, *_: Any) -> None:
-            # Each batch's share of the step's loss, divided already; none of a skipped batch.
-            if outputs is not None:
-                losses.append(outputs["loss"] if isinstance(outputs, dict) else outputs)
-            # Gradients accumulate until a batch after which the optimizer has stepped.
-            if trainer.global_step > monitor.steps:
+            # Each batch's share of the step's loss, divided already; none of a skipped batch, nor
+            # where a module that steps its optimizers itself gives none.
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            if loss is not None:
+                losses.append(loss.detach())
+            # Gradients accumulate until a batch after which an optimizer has stepped.
+            if trainer.global_step > self.done:
+                self.done = trainer.global_step
                 monitor.step(loss=torch.stack(losses).sum() if losses else None)
                 losses.clear()
                 trainer.should_stop |= monitor.stopped

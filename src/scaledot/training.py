@@ -82,13 +82,12 @@ class Monitor:
         self.last: Look | None = None
         self.file = None if file is None else Path(file)
         self.writers: list[Writer] = [] if log is None else [writer(log)]
-        self._pictures, self._looks = pictures, 0
-        # One each: a rule's event then says whose action is due.
-        self._watches = [(alarm, Watch([alarm])) for alarm in alarms]
+        self._pictures, self._alarms = pictures, tuple(alarms)
+        Watch(self._alarms)  # says what is no alarm
         self._snapshots = None if snapshots is None else Path(snapshots)
         if self._snapshots is None and self.file is not None:
             self._snapshots = self.file.parent
-        if self._snapshots is None and any(alarm.then == "save" for alarm in alarms):
+        if self._snapshots is None and any(alarm.then == "save" for alarm in self._alarms):
             raise ValueError("an alarm saves weights, but where is not said: pass snapshots=FOLDER")
         self._context: ExitStack | None = None
 
@@ -106,9 +105,13 @@ class Monitor:
             raise ScaledotError("this Monitor is open already: close it, or make another")
         self.model = unwrapped(self.model if model is None else model)
         self.steps, self.stopped = self.steps if steps is None else steps, False
+        # What an earlier run showed is no part of this one.
+        self.last, self._looks = None, 0
+        # One each: a rule's event then says whose action is due.
+        self._watches = [(alarm, Watch([alarm])) for alarm in self._alarms]
         with ExitStack() as context:
             # What an alarm says of the reason is of norms: a pass over queries and keys of its own.
-            norms = any(alarm.measure != "nonfinite" for alarm, _ in self._watches)
+            norms = any(alarm.measure != "nonfinite" for alarm in self._alarms)
             self._seen = Observation(self.model, light=True, norms=norms)
             context.enter_context(looking(self.model, self._seen))
             self._line: TimeLine | None = None
