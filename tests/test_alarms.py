@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import scaledot
-from scaledot.alarms import Alarm, Watch, factors, numbers, reason
+from scaledot.alarms import Alarm, Watch, causes, factors, numbers, why
 from scaledot.heads import merge
 
 
@@ -66,7 +66,9 @@ def test_the_worst_head_is_named_and_the_others_are_counted():
     assert str(event).startswith("step 7: max_score above 8: ")
     assert event.document().keys() == {
         "rule", "measure", "value", "threshold", "layer", "head", "path", "why", "action", "also",
+        "cause",
     }  # fmt: skip
+    assert event.why == why(event.cause)
 
 
 def test_a_line_is_crossed_not_touched():
@@ -106,6 +108,7 @@ def test_rows_that_are_not_finite_are_an_alarm_of_their_own():
     (event,) = watch.check(1, stats_of(q, k))
     assert (event.measure, event.head, event.value) == ("nonfinite", 2, 1)
     assert event.why == f"of 74 rows; the largest score of the step before was {before:.4g}"
+    assert event.cause == {"rows": 74, "before": before}
 
 
 def test_a_head_without_rows_breaks_nothing():
@@ -129,6 +132,10 @@ def test_the_reason_names_what_grew():
         return factors(stats_of(*inputs, **options)["layer0"])
 
     q, k = gaussian(7, heads=4, kv_heads=2, n=400)
+
+    def reason(*given):
+        return why(causes(*given))
+
     first = of(q, k)
     assert reason(of(3 * q, k), 1, first, 0).startswith(
         "since step 0: ‖q‖ 3 times, ‖k‖ 1 times, alignment 1 times; now ‖q‖ 11.9"
@@ -149,6 +156,16 @@ def test_the_reason_names_what_grew():
     along = of(line, k * torch.tensor([4.0] + [0.0] * 15).double())
     told = reason(along, 0, first, 12)
     assert 3.2 < float(re.search(r"alignment ([\d.]+) times", told)[1]) < 5  # √d_k = 4
+
+
+def test_a_factor_that_is_no_number_is_left_out():
+    """Queries of zeros have scores of no width: how they point to the keys is not defined."""
+    q, k = gaussian(9)
+    now, before = (factors(stats_of(x, k)["layer0"]) for x in (0 * q, q))
+    told = causes(now, 0, before, 1)
+    assert told["now"].keys() == {"query", "key"}
+    assert told["grown"] == {"query": 0.0, "key": 1.0}
+    assert why({}) == "its norms were not measured"
 
 
 def test_a_doubling_is_explained_by_the_steps_it_looked_back_on():

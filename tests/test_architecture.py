@@ -94,7 +94,7 @@ ARROWS = {
     "training": {"heads", "observation", "alarms", "tracking", "distributed"},
     "trainers": {"tracking", "training"},
     "snapshots": set(),
-    "timeline": {"alarms", "page_document", "tracking"},
+    "timeline": {"alarms", "tracking"},
     "timeline_table": {"screen", "numerals", "timeline"},
     # A corpus through a model.
     "numerals": set(),
@@ -174,7 +174,8 @@ ARROWS = {
     "options": set(),
     "report": {"document"},
     "server": {"document", "page_document", "exploring", "report"},
-    "following": {"timeline", "server"},
+    "timeline_page": {"alarms", "page_document", "timeline", "tracking"},
+    "following": {"timeline", "timeline_page", "server"},
 }
 # Inside functions: a result may reach for its presentation, a chooser for what it chooses.
 SHOWN = {"document", "page_document", "terminal", "report"}

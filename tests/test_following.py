@@ -9,6 +9,7 @@ from scaledot import ScaledotError, timeline
 from scaledot.following import Followed
 from scaledot.report import page as report_page
 from scaledot.server import Refused
+from scaledot.timeline_page import page_document
 from test_timeline import BLOW, lines, put
 
 
@@ -33,7 +34,7 @@ def test_the_file_is_read_again_and_a_lost_one_is_said(tmp_path):
 
 def test_the_page_shows_the_run_and_keeps_every_choice_in_its_address(tmp_path, browser):
     file = tmp_path / "run.html"
-    file.write_text(report_page(timeline.page_document(timeline.read(BLOW))), "utf-8")
+    file.write_text(report_page(page_document(timeline.read(BLOW))), "utf-8")
     opened = browser.new_page(viewport={"width": 360, "height": 800})
     problems, asked = [], []
     opened.on("pageerror", lambda error: problems.append(str(error)))

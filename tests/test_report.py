@@ -28,6 +28,7 @@ INDEX = """<!doctype html>
 <title>scaledot</title>
 <link rel="icon" href="data:,">
 <link rel="stylesheet" href="style.css">
+<link rel="stylesheet" href="timeline.css">
 <script type="module" src="page.js"></script>
 </head>
 <body></body>

@@ -107,7 +107,7 @@ def test_a_line_that_was_cut_off_is_left_out_with_a_note(tmp_path, kept):
     torn = json.dumps(rest[2])[:kept]
     run = timeline.read(put(tmp_path, [head, *rest[:2]], torn))
     assert list(run.steps) == [1, 10]
-    assert run.notes == ("line 4 was cut off while it was written: left out",)
+    assert [*map(str, run.notes)] == ["line 4 was cut off while it was written: left out"]
     # Resumed: the writer ends the torn line, and a first line follows.
     more = torn + "\n" + json.dumps(head) + "\n" + json.dumps(rest[2]) + "\n"
     run = timeline.read(put(tmp_path, [head, *rest[:2]], more))
@@ -128,7 +128,7 @@ def test_steps_that_watched_other_layers_are_left_out_with_a_note(tmp_path):
     one = {**rest[0], "heads": {k: v[:1] for k, v in rest[0]["heads"].items()}}
     run = timeline.read(put(tmp_path, [other, one, head, *rest[1:4]]))
     assert list(run.steps) == [10, 20, 30]
-    assert run.notes == ("1 of 4 steps watched other layers: left out",)
+    assert [*map(str, run.notes)] == ["1 of 4 steps watched other layers: left out"]
 
 
 def test_numbers_that_are_none_and_heads_without_rows(tmp_path):

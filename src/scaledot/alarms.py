@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,8 @@ from scaledot.tracking import NAMES, values
 ACTIONS = ("log", "stop", "save")
 MEASURES = (*NAMES, "nonfinite")
 """What rules are about."""
+FACTORS = {"scale": "scale", "query": "‖q‖", "key": "‖k‖", "alignment": "alignment"}
+"""What scores are made of besides the scale, by the names and in the words of a cause."""
 
 
 def numbers(stats: HeadStats) -> dict[str, Tensor]:
@@ -101,8 +103,9 @@ class Alarm:
 class Event:
     """A rule that was broken: the head that broke it most, what its number was, and why.
 
-    threshold: the line, for a rule that doubles twice the number of before. why: what made the
-    head's scores, from its own numbers. also: how many other heads broke the rule in this step.
+    threshold: the line, for a rule that doubles twice the number of before. also: how many other
+    heads broke the rule in this step. why: what made the head's scores, from its own numbers;
+    cause: these numbers, as `causes` gives them, empty where only the sentence is known.
     """
 
     step: int
@@ -116,6 +119,7 @@ class Event:
     why: str
     action: str
     also: int
+    cause: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         more = f", and {self.also} more heads" if self.also else ""
@@ -173,10 +177,10 @@ class Watch:
                         broken.append((excess, layer, head, path, value, line, before))
             if broken:
                 _, layer, head, path, value, line, before = max(broken, key=lambda x: x[0])
-                why = self._why(rule, path, head, stats[path], now, before or self._first)
+                cause = self._cause(rule, path, head, stats[path], now, before or self._first)
                 events.append(
-                    Event(step, rule.rule, rule.measure, value, line, layer, head, path, why,
-                          rule.action, len(broken) - 1)
+                    Event(step, rule.rule, rule.measure, value, line, layer, head, path,
+                          why(cause), rule.action, len(broken) - 1, cause)
                 )  # fmt: skip
         if self._longest:
             self._before.append(now)
@@ -202,19 +206,17 @@ class Watch:
         ]
         return min(earlier, key=number, default=None)
 
-    def _why(
+    def _cause(
         self, rule: Alarm, path: str, head: int, stats: HeadStats, now: _Seen, before: _Seen | None
-    ) -> str:
+    ) -> dict[str, Any]:
         if rule.measure == "nonfinite":
             last = None if self._last is None else self._last.get(path)
             largest = math.nan if last is None else float(values(last)["max_score"][head])
-            rows = int(stats.counts["rows"][head])
-            if not math.isfinite(largest):
-                return f"of {rows:,} rows; it had no finite score before"
-            return f"of {rows:,} rows; the largest score of the step before was {largest:.4g}"
+            rows = {"rows": int(stats.counts["rows"][head])}
+            return rows | ({"before": largest} if math.isfinite(largest) else {})
         if before is None or path not in before.factors:
-            return reason(now.factors[path], head)
-        return reason(now.factors[path], head, before.factors[path], before.step)
+            return causes(now.factors[path], head)
+        return causes(now.factors[path], head, before.factors[path], before.step)
 
 
 @dataclass(frozen=True)
@@ -226,33 +228,54 @@ class _Seen:
     factors: Mapping[str, Mapping[str, Sequence[float]]]
 
 
-def reason(
+def causes(
     now: Mapping[str, Sequence[float]], head: int,
     before: Mapping[str, Sequence[float]] | None = None, step: int = 0,
-) -> str:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """What makes a head's scores as wide as they are, from its `factors`, and what grew since those
     `before`, of `step`.
 
+    scale: |α|·√d_k, where that is not 1. now: the other factors, where measured. grown: how many
+    times what they were in step `since`, the scale too where it moved. A factor that is not finite
+    is left out.
     Source: docs/maths.md#alarms.
     """
-    parts = []
-    scale = now["scale"][head]
-    if abs(scale - 1) > 0.01:
-        parts.append(f"the scale is {scale:.3g} times 1/√d_k")
+    mine = {name: x[head] for name, x in now.items() if math.isfinite(x[head])}
+    found: dict[str, Any] = {}
+    if abs(mine.get("scale", 1.0) - 1) > 0.01:
+        found["scale"] = mine["scale"]
     if before is not None:
-        grown = {
-            name: x[head] / before[name][head]
-            for name, x in now.items()
-            if name in before and before[name][head] > 0 and math.isfinite(x[head])
-        }
+        earlier = {name: x[head] for name, x in before.items()}
+        times = {name: x / earlier[name] for name, x in mine.items() if earlier.get(name, 0) > 0}
+        grown = {name: x for name, x in times.items() if math.isfinite(x)}
         if grown.get("scale") == 1:  # as in most models always
             del grown["scale"]
         if grown:
-            told = ", ".join(f"{name} {x:.3g} times" for name, x in grown.items())
-            parts.append(f"since step {step}: {told}")
-    measured = {name: x[head] for name, x in now.items() if name != "scale"}
-    if measured:
-        parts.append("now " + ", ".join(f"{name} {x:.3g}" for name, x in measured.items()))
+            found |= {"since": step, "grown": grown}
+    mine.pop("scale", None)
+    return found | ({"now": mine} if mine else {})
+
+
+def why(cause: Mapping[str, Any]) -> str:
+    """The numbers of a cause as a sentence.
+
+    >>> why({"rows": 74, "before": 3.25})
+    'of 74 rows; the largest score of the step before was 3.25'
+    """
+    if "rows" in cause:
+        of = f"of {cause['rows']:,} rows; "
+        if "before" not in cause:
+            return f"{of}it had no finite score before"
+        return f"{of}the largest score of the step before was {cause['before']:.4g}"
+    parts = []
+    if "scale" in cause:
+        parts.append(f"the scale is {cause['scale']:.3g} times 1/√d_k")
+    if "grown" in cause:
+        grown = [f"{FACTORS[name]} {x:.3g} times" for name, x in cause["grown"].items()]
+        parts.append(f"since step {cause['since']}: {', '.join(grown)}")
+    if "now" in cause:
+        now = [f"{FACTORS[name]} {x:.3g}" for name, x in cause["now"].items()]
+        parts.append(f"now {', '.join(now)}")
     return "; ".join(parts) or "its norms were not measured"
 
 
@@ -275,5 +298,5 @@ def factors(stats: HeadStats) -> dict[str, list[float]]:
     key = key.repeat_interleave(stats.heads // stats.kv_heads)
     width = stats.measures["score_var"].average.clamp(min=0).sqrt()
     alignment = width * stats.d_k / (scale * query * key)
-    named = {"‖q‖": query, "‖k‖": key, "alignment": alignment}
+    named = {"query": query, "key": key, "alignment": alignment}
     return found | {name: x.tolist() for name, x in named.items()}

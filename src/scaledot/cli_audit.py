@@ -217,8 +217,9 @@ def _timeline(file: str, json: str | None, html: str | None, ascii: bool, color:
     if html is not None:
         from scaledot.numerals import size
         from scaledot.report import page
+        from scaledot.timeline_page import page_document
 
-        whole = page(timeline.page_document(run)).encode()
+        whole = page(page_document(run)).encode()
         write(html, whole)
         note(f"wrote {html}, {size(len(whole))}: open it in a browser")
     return 0

@@ -14,7 +14,7 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ TYPES = {
 
 LANGUAGES = ("en", "ja")
 
-_STYLE = '<link rel="stylesheet" href="style.css">'
+_STYLE = (
+    '<link rel="stylesheet" href="style.css">\n<link rel="stylesheet" href="timeline.css">'
+)
 _SCRIPT = '<script type="module" src="page.js"></script>'
 _CHARSET = '<meta charset="utf-8">'
 
@@ -215,9 +217,11 @@ def _variable(name: str) -> str:
 
 def _assembled(sources: Mapping[str, str], document: Mapping[str, Any]) -> str:
     scripts = {name: text for name, text in sources.items() if name.endswith(".js")}
-    # The view of a training run is only there where there is one.
-    entry = "page.js" if document.get("timeline") else "app.js"
-    style, script = _packed_style(sources["style.css"]), bundle(scripts, entry)
+    # The view of a training run, its words and its styles are only there where there is one.
+    run = bool(document.get("timeline"))
+    script = bundle(scripts, "page.js" if run else "app.js")
+    style = _packed_style(sources["style.css"] + (sources["timeline.css"] if run else ""))
+    words = ("messages", "timeline") if run else ("messages",)
     for name, text in (("style.css", style), ("a script", script)):
         if found := re.search(r"</(?:style|script)|<!--", text, re.I):
             raise ValueError(f"{name} holds {found[0]!r}, which would end it inside a page")
@@ -227,7 +231,7 @@ def _assembled(sources: Mapping[str, str], document: Mapping[str, Any]) -> str:
     )
     data = [_inlined("document", document)] + [
         f'<script type="application/json" id="messages-{language}">'
-        f"{_harmless(_compact(sources[f'messages.{language}.json']))}</script>"
+        f"{_harmless(_together([sources[f'{x}.{language}.json'] for x in words]))}</script>"
         for language in LANGUAGES
     ]
     return _replaced(
@@ -246,8 +250,10 @@ def _inlined(id: str, document: Mapping[str, Any]) -> str:
     return f'<script type="application/json" id="{id}">{text}</script>'
 
 
-def _compact(text: str) -> str:
-    return json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
+def _together(catalogues: Iterable[str]) -> str:
+    """Messages of several files as one."""
+    words = {key: text for x in catalogues for key, text in json.loads(x).items()}
+    return json.dumps(words, ensure_ascii=False, separators=(",", ":"))
 
 
 def _harmless(text: str) -> str:

@@ -65,11 +65,11 @@ HEADERS = {
 
 
 class Refused(Exception):
-    """A request that is not answered: its status and one sentence."""
+    """A request that is not answered: its status, one sentence, and what else the page is told."""
 
-    def __init__(self, status: int, sentence: str) -> None:
+    def __init__(self, status: int, sentence: str, **about: str | int) -> None:
         super().__init__(sentence)
-        self.status = status
+        self.status, self.about = status, about
 
 
 class Shelf:
@@ -147,6 +147,10 @@ class Shelf:
         wanted = ids or sorted(kept, key=lambda id: int(id[1:].partition("_")[0]))
         readings = {id: kept[id] for id in wanted if id in kept}
         return explore_document(self.explorer.about, readings, commands=self.commands)
+
+    def news(self, after: str) -> dict[str, Any]:  # noqa: ARG002
+        """What came after this mark, of a document that grows by itself."""
+        raise Refused(404, "there is no time line here")
 
     def _at(self, progress: Progress) -> None:
         assert self._running is not None  # called from `put`
@@ -261,7 +265,7 @@ def application(shelf: Shelf, *, names: tuple[str, ...] | None, token: str | Non
     worker = ThreadPoolExecutor(1, "model")
 
     async def refused(_: Any, error: Any) -> Response:  # no thread: its request may be cancelled
-        return _json({"error": str(error)}, error.status)
+        return _json({"error": str(error), **error.about}, error.status)
 
     def unknown(_: Any, error: Any) -> Response:
         said = {404: "there is nothing here", 405: "this address is not asked that way"}
@@ -299,6 +303,10 @@ def application(shelf: Shelf, *, names: tuple[str, ...] | None, token: str | Non
     @api.get("/api/document")
     def _all() -> Response:
         return _json(shelf.document())
+
+    @api.get("/api/timeline")
+    def _news(after: str = "") -> Response:
+        return _json(shelf.news(after))
 
     @api.get("/api/texts/{id}")
     def _one(id: str) -> Response:

@@ -88,13 +88,15 @@ const page = {
   /** The first text's own words, which a fragment without a text stands for. */
   opening: null,
   state: DEFAULTS,
-  messages: {},
+  messages: { en: {}, ja: {} },
   heads: recent(HEAD_BYTES),
   layers: recent(LAYER_BYTES),
   /** Texts that were sent once more, by the id that the server no longer knew. */
   resent: recent(Infinity),
   waiting: null,
   problem: null,
+  /** The error with which a time line could not be read on. */
+  lost: null,
   /** Whether a fragment asks a report for a text that it does not hold. */
   absent: false,
   textBox: null,
@@ -569,9 +571,8 @@ function showView(state) {
       rendered.view = "timeline";
       root.replaceChildren(rendered.root);
     }
-    const problem = page.problem === null ? null : problemBox(appNow(), page.problem);
     keepFocus(() => {
-      rendered.end = offeredView("timeline").render(rendered.root, contextOf(state), problem);
+      rendered.end = offeredView("timeline").render(rendered.root, contextOf(state), lostBox());
     });
     return;
   }
@@ -666,35 +667,45 @@ async function copy(value) {
 
 // ------------------------------------------------------------------------------------ start
 
-/** Reads a time line again while its run goes on. */
+/** Reads on in a time line while its run goes on: what came is added to what is there. */
 async function followRun() {
-  const before = JSON.stringify(page.document.timeline);
-  const problem = page.problem;
+  const { lost } = page;
+  const line = followed();
   try {
-    const told = await ask("api/document");
-    page.problem = null;
-    if (JSON.stringify(told.timeline) !== before) page.document = told;
+    const told = await ask(`api/timeline?after=${line.mark}`);
+    page.lost = null;
+    const grown = () => ({ ...page.document, timeline: offeredView("timeline").grown(line, told) });
+    page.document = told.document ?? grown();
   } catch (error) {
-    page.problem = sentenceOf(error);
+    page.lost = error;
   }
-  if (JSON.stringify(page.document.timeline) !== before || page.problem !== problem) show();
+  if (followed() !== line || page.lost?.message !== lost?.message) show();
   setTimeout(() => void followRun(), FOLLOW_PAUSE);
 }
 
-async function loadMessages() {
+/** Why a time line cannot be read on, in a box; null while it can. */
+function lostBox() {
+  if (page.lost === null) return null;
+  const words = offeredView("timeline").lost(page.lost, t) ?? sentenceOf(page.lost);
+  return problemBox(appNow(), words);
+}
+
+/** The words of both languages that a file holds. A report's own hold all that it shows. */
+async function loadMessages(file) {
   const load = async (language) =>
-    inlined(`messages-${language}`) ?? (await ask(`messages.${language}.json`));
+    inlined(`messages-${language}`) ?? (await ask(`${file}.${language}.json`));
   const [en, ja] = await Promise.all([load("en"), load("ja")]);
-  page.messages = { en, ja };
+  page.messages = { en: { ...page.messages.en, ...en }, ja: { ...page.messages.ja, ...ja } };
 }
 
 async function start() {
-  await loadMessages();
+  await loadMessages("messages");
   page.document = inlined("document");
   page.served = page.document === null;
   page.state = parseFragment(location.hash);
   try {
     if (page.served) page.document = await ask("api/document");
+    if (page.served && followed()) await loadMessages("timeline");
     page.text = page.document.texts[0] ?? null;
     page.opening = page.text?.text ?? null;
   } catch (error) {

@@ -57,7 +57,7 @@ export async function ask(path, { body, signal } = {}) {
   const told = await answer.json().catch(() => ({}));
   if (!answer.ok) {
     const error = new Error(told.error ?? `${answer.status} ${answer.statusText}`);
-    throw Object.assign(error, { status: answer.status });
+    throw Object.assign(error, { status: answer.status, told });
   }
   return told;
 }

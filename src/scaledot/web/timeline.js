@@ -1,57 +1,37 @@
 /**
  * A training run over its steps: of one measure the band of all heads, the worst head and the
- * chosen one, alarms and loss; under it every head at one step.
+ * chosen one, alarms and loss; under it every head at one step, and the alarms in words.
+ *
+ * What the reader has in hand (the slider, the mark of an alarm) stays while the run goes on: the
+ * view is built once and mended after.
  */
 
+import { alarmSentences, whyNode } from "./alarmwords.js";
 import { rampOf, textColour, variancePart } from "./colour.js";
-import { decodeArray } from "./data.js";
 import { axisSize, newPicture, paletteOf, pictureSvg } from "./draw.js";
 import { MEASURES } from "./state.js";
+import {
+  alarmGroups, axisOfValues, columnsOf, evenTicks, grownLine, lossesOf, nearestStep, placeOfStep,
+  summedOf,
+} from "./steps.js";
 import { offerView } from "./views.js";
 import { node, significant } from "./words.js";
 
-const QUANTILES = [0.05, 0.25, 0.5, 0.75, 0.95];
 const CHART_HEIGHT = 260;
 const LOSS_HEIGHT = 72;
-/** A positive measure whose most is so many times its least is drawn on a logarithmic axis. */
-const LOGARITHMIC = 30;
-const decodedLines = new WeakMap();
+const MARKS_HEIGHT = 36;
+/** Pixels between the marks of alarms, and from one within which the pointer means it. */
+const MARKS_APART = 9;
+const NEAR_MARK = 24;
+/** Half a slider's thumb: its middle reaches the ends of the axis. */
+const THUMB = 8;
+const PHONE = 600;
+/** Heads a layer up to which cells hold their numbers and columns all their names. */
+const NUMBERED = 24;
+/** What was built in a root. */
+const builtViews = new WeakMap();
 
-/** The quantile of sorted numbers, between neighbours in proportion; NaN of none. */
-export function quantileOf(sorted, part) {
-  if (sorted.length === 0) return NaN;
-  const at = part * (sorted.length - 1);
-  const low = Math.floor(at);
-  const high = Math.min(low + 1, sorted.length - 1);
-  return low === at ? sorted[low] : sorted[low] + (at - low) * (sorted[high] - sorted[low]);
-}
-
-/**
- * Of each step the quantiles of the heads and the worst head.
- *
- * @param {Float32Array} data  (steps, heads)
- * @returns {{bands: number[][], worst: number[], at: number[]}}  bands by quantile; at: the column,
- *     −1 where no head has a number
- */
-export function stepsSummed(data, heads, low) {
-  const steps = data.length / heads;
-  const found = { bands: QUANTILES.map(() => []), worst: [], at: [] };
-  for (let i = 0; i < steps; i++) {
-    const row = data.subarray(i * heads, (i + 1) * heads);
-    const sorted = [...row].filter((x) => !Number.isNaN(x)).sort((x, y) => x - y);
-    QUANTILES.forEach((part, j) => found.bands[j].push(quantileOf(sorted, part)));
-    const worst = low ? sorted[0] : sorted.at(-1);
-    found.worst.push(worst ?? NaN);
-    found.at.push(worst === undefined ? -1 : row.indexOf(worst));
-  }
-  return found;
-}
-
-/** The place of the step looked at last before or at this one; the last for null. */
-export function placeOfStep(steps, step) {
-  if (step === null) return steps.length - 1;
-  return Math.max(0, steps.findLastIndex((x) => x <= step));
-}
+const number = (x) => x.toLocaleString("en");
 
 /** The state within a time line: view, layer and head of it, the worst head's unless chosen. */
 export function settledTimeline(state, raw, line) {
@@ -64,76 +44,78 @@ export function settledTimeline(state, raw, line) {
   return { ...state, view: "model", layer, head };
 }
 
-/** {layer, head} of each column of the values. */
-export function columnsOf(line) {
-  return line.layers.flatMap((x, layer) =>
-    Array.from({ length: x.heads }, (_, head) => ({ layer, head })));
+/** Why the file cannot be read any more; null where the error is another. */
+export function lostWords({ told }, t) {
+  const keys = { missing: "timeline.lost_missing", foreign: "timeline.lost_foreign",
+    version: "timeline.lost_version", damaged: "timeline.lost_damaged",
+    empty: "timeline.lost_empty" };
+  return told && Object.hasOwn(keys, told.id) ? t(keys[told.id], { line: told.line }) : null;
 }
 
-/** Alarms by rule: the first of each, how often and until when. */
-export function alarmsByRule(alarms) {
-  const found = new Map();
-  for (const alarm of alarms) {
-    const known = found.get(alarm.rule);
-    if (known === undefined) found.set(alarm.rule, { first: alarm, last: alarm.step, times: 1 });
-    else Object.assign(known, { last: alarm.step, times: known.times + 1 });
-  }
-  return [...found.values()];
-}
-
-function summedOf(line, name, low) {
-  const known = decodedLines.get(line) ?? {};
-  decodedLines.set(line, known);
-  if (known[name] === undefined) {
-    const { data } = decodeArray(line.values[name]);
-    known[name] = { data, ...stepsSummed(data, columnsOf(line).length, low) };
-  }
-  return known[name];
-}
-
-/** A map of numbers to 0 … 1, and the ticks of its axis. */
-export function axisOfValues(values) {
-  const finite = values.filter(Number.isFinite);
-  let least = finite.reduce((x, y) => Math.min(x, y), Infinity);
-  let most = finite.reduce((x, y) => Math.max(x, y), -Infinity);
-  if (finite.length === 0) [least, most] = [0, 1];
-  const log = least > 0 && most / least > LOGARITHMIC;
-  if (!log && least > 0 && least < most / 2) least = 0;
-  if (most === least) most = least + (Math.abs(least) || 1);
-  const as = log ? Math.log : (x) => x;
-  const part = (x) => (as(x) - as(least)) / (as(most) - as(least));
-  const ticks = log ? logTicks(least, most) : evenTicks(least, most);
-  return { part: (x) => Math.min(1, Math.max(0, part(x))), ticks, log };
-}
-
-function evenTicks(least, most) {
-  const rough = (most - least) / 4;
-  const ten = 10 ** Math.floor(Math.log10(rough));
-  const size = [1, 2, 5, 10].map((x) => x * ten).find((x) => x >= rough) ?? 10 * ten;
-  const first = Math.ceil(least / size);
-  const count = Math.floor(most / size) - first + 1;
-  return Array.from({ length: Math.max(0, count) }, (_, i) => (first + i) * size);
-}
-
-function logTicks(least, most) {
-  const first = Math.ceil(Math.log10(least));
-  const count = Math.floor(Math.log10(most)) - first + 1;
-  const each = Math.max(1, Math.ceil(count / 6));
-  return Array.from({ length: Math.max(0, count) }, (_, i) => i)
-    .filter((i) => i % each === 0).map((i) => 10 ** (first + i));
-}
-
-/** Builds the view. @param {import("./app.js").Context} context */
+/** Builds the view or mends it. @param {import("./app.js").Context} context */
 export function renderTimeline(root, context, problem) {
   const line = context.document.timeline;
   const { state, t } = context;
   const { name, low } = line.measures.find((x) => x.name === state.measure);
-  const summed = summedOf(line, name, low);
-  const place = placeOfStep(line.steps, state.step);
-  const view = { context, line, name, low, summed, place,
-    column: columnsOf(line).findIndex((x) => x.layer === state.layer && x.head === state.head) };
+  const built = builtViews.get(root) ?? builtIn(root);
   const width = Math.max(200, root.clientWidth || root.parentElement.clientWidth);
-  const number = (x) => x.toLocaleString("en");
+  const view = { context, line, name, width, summed: summedOf(line, name, low), built,
+    place: placeOfStep(line.steps, state.step),
+    column: columnsOf(line).findIndex((x) => x.layer === state.layer && x.head === state.head) };
+  built.view = view;
+  showTop(view, problem);
+  showStep(view, view.place);
+  built.band.replaceChildren(
+    t(line.alarms.length ? "timeline.band_alarms" : "timeline.band"),
+    built.chart.log ? ` · ${t("timeline.log")}` : "");
+  showSlider(view);
+  showMarks(view);
+  showAlarms(view);
+  context.onSave(() => ({ title: t(`timeline.${name}`), name: `scaledot-${name}`,
+    picture: built.chart.picture }));
+  return null;
+}
+
+/** The parts that stay, and what moves them. */
+function builtIn(root) {
+  const part = (className, tag = "div", attributes = {}) =>
+    node(tag, { class: className, ...attributes });
+  const built = { top: part("timeline-top"), picture: part("timeline-picture"),
+    marks: part("timeline-marks", "div", { role: "toolbar" }), tip: part("timeline-tip"),
+    band: part("note", "p"), readout: part("note timeline-readout", "p"),
+    heads: part("timeline-heads", "section"), alarms: part("timeline-alarms", "section"),
+    slider: node("input", { type: "range", min: 0, "data-focus": "timeline-step" }),
+    sliderName: node("span"), mark: null };
+  built.tip.hidden = true;
+  built.step = node("label", { class: "timeline-step" }, built.sliderName, built.slider);
+  const over = node("div", { class: "timeline-over" }, built.marks, built.tip);
+  const chart = node("div", { class: "timeline-chart" }, built.picture, over);
+  root.replaceChildren(built.top, chart, built.step, built.band, built.readout,
+    node("div", { class: "timeline-below" }, built.heads, built.alarms));
+  builtViews.set(root, built);
+  built.slider.addEventListener("input", () => {
+    const { context, line } = built.view;
+    const at = Number(built.slider.value);
+    built.slider.setAttribute("aria-valuetext", number(line.steps[at]));
+    context.set({ step: line.steps[at] }, "drag");
+    showStep(built.view, at);
+  });
+  // The view is told of a step that was chosen once it is.
+  built.slider.addEventListener("change", () => {
+    const { context, line } = built.view;
+    context.set({ step: line.steps[Number(built.slider.value)] }, "replace");
+  });
+  built.picture.addEventListener("click", (event) => {
+    const x = event.clientX - built.picture.getBoundingClientRect().left;
+    const { context, line } = built.view;
+    context.set({ step: nearestStep(line.steps, built.chart.stepAt(x)) }, "replace");
+  });
+  listenToMarks(built, over);
+  return built;
+}
+
+function showTop({ built, context, line, name }, problem) {
+  const { set, t } = context;
   const facts = t("timeline.facts", {
     layers: line.layers.length, width: [...new Set(line.layers.map((x) => x.d_k))].join("/"),
     first: number(line.steps[0]), last: number(line.steps.at(-1)), count: number(line.steps.length),
@@ -142,60 +124,47 @@ export function renderTimeline(root, context, problem) {
   const warning = bad === 0 ? null : node("p", { class: "timeline-bad" }, t("timeline.bad", {
     n: number(bad), step: number(line.steps[line.nonfinite.findIndex((x) => x > 0)]),
   }));
-  const figure = node("div", { class: "timeline-chart" });
-  const heads = node("div", { class: "timeline-heads" });
-  const label = t("timeline.chart", { measure: t(`timeline.${name}`), first: number(line.steps[0]),
-    last: number(line.steps.at(-1)) });
-  let chart = null;
-  // The slider stays while it moves; what depends on the step is drawn anew.
-  const draw = (at) => {
-    const now = { ...view, place: at };
-    chart = chartPicture(now, width, paletteOf(document.documentElement));
-    figure.replaceChildren(pictureSvg(chart.picture, label));
-    heads.replaceChildren(node("p", { class: "note timeline-readout" }, lineReadout(now)),
-      node("h2", {}, t("timeline.grid", { step: number(line.steps[at]) })), gridOf(now));
-  };
-  draw(place);
-  figure.addEventListener("click", (event) => {
-    const x = event.clientX - figure.getBoundingClientRect().left;
-    context.set({ step: nearestStep(line.steps, chart.stepAt(x)) }, "replace");
-  });
-  root.replaceChildren(...[
+  const notes = { torn: "timeline.note_torn", others: "timeline.note_others" };
+  const buttons = MEASURES.map((x) => node("button", { type: "button", class: "statistic",
+    "aria-pressed": String(x === name), "data-focus": `measure-${x}`,
+    click: () => set({ measure: x }) }, t(`timeline.${x}`)));
+  const options = MEASURES.map((x) =>
+    node("option", { value: x, selected: x === name }, t(`timeline.${x}`)));
+  built.top.replaceChildren(...[
     problem, problem && node("p", { class: "note" }, t("timeline.kept")),
     node("h1", {}, t("timeline.title")), node("p", { class: "note" }, facts), warning,
-    ...line.notes.map((x) => node("p", { class: "note", lang: "en" }, x)), measuresOf(view), figure,
-    node("p", { class: "note" }, t("timeline.band"), chart.log ? ` · ${t("timeline.log")}` : ""),
-    sliderOf(view, draw), heads, alarmsOf(view),
+    ...line.notes.map(({ id, numbers }) => node("p", { class: "note" }, t(notes[id], numbers))),
+    node("div", { class: "timeline-measures" },
+      node("div", { class: "statistics", role: "group", "aria-label": t("timeline.measure") },
+        buttons),
+      node("select", { class: "statistic-menu", "aria-label": t("timeline.measure"),
+        "data-focus": "measure-menu", change: (event) => set({ measure: event.target.value }) },
+      options)),
   ].filter(Boolean));
-  context.onSave(() => ({ title: t(`timeline.${name}`), name: `scaledot-${name}`,
-    picture: chart.picture }));
-  return null;
 }
 
-function nearestStep(steps, wanted) {
-  return steps.reduce((x, y) => (Math.abs(y - wanted) < Math.abs(x - wanted) ? y : x));
+/** What depends on the step, drawn anew while the slider moves. */
+function showStep(view, place) {
+  const { built, context, line, name, width } = view;
+  const { t } = context;
+  const now = { ...view, place };
+  built.chart = chartPicture(now, width, paletteOf(document.documentElement));
+  const label = t("timeline.chart", { measure: t(`timeline.${name}`), first: number(line.steps[0]),
+    last: number(line.steps.at(-1)) });
+  built.picture.replaceChildren(pictureSvg(built.chart.picture, label));
+  built.readout.replaceChildren(lineReadout(now));
+  built.heads.replaceChildren(node("h2", {}, t("timeline.grid", { step: number(line.steps[place]) })),
+    gridOf(now));
 }
 
-function measuresOf({ context, name }) {
-  const { t, set } = context;
-  return node("div", { class: "segments timeline-measures", role: "group",
-    "aria-label": t("timeline.measure") },
-  MEASURES.map((x) => node("button", { type: "button", "aria-pressed": String(x === name),
-    "data-focus": `measure-${x}`, click: () => set({ measure: x }) }, t(`timeline.${x}`))));
-}
-
-function sliderOf({ context, line, place }, draw) {
-  const { t, set } = context;
-  return node("label", { class: "timeline-step" }, t("timeline.slider"), node("input", {
-    type: "range", min: 0, max: line.steps.length - 1, value: place, "data-focus": "timeline-step",
-    "aria-valuetext": String(line.steps[place]),
-    input: (event) => {
-      const at = Number(event.target.value);
-      event.target.setAttribute("aria-valuetext", String(line.steps[at]));
-      set({ step: line.steps[at] }, "drag");
-      draw(at);
-    },
-  }));
+function showSlider({ built, context, line, place }) {
+  const { slider, sliderName, chart } = built;
+  sliderName.textContent = context.t("timeline.slider");
+  slider.max = line.steps.length - 1;
+  slider.value = place;
+  slider.setAttribute("aria-valuetext", number(line.steps[place]));
+  built.step.style.setProperty("--left", `${chart.left - THUMB}px`);
+  built.step.style.setProperty("--right", `${chart.right - THUMB}px`);
 }
 
 function headWord(line, column) {
@@ -206,21 +175,27 @@ function headWord(line, column) {
 function lineReadout({ context, line, name, summed, place, column }) {
   const { t } = context;
   const heads = columnsOf(line).length;
-  return t("timeline.now", {
-    measure: t(`timeline.${name}`), step: line.steps[place].toLocaleString("en"),
+  const loss = lossesOf(line)[place];
+  const words = t("timeline.now", {
+    measure: t(`timeline.${name}`), step: number(line.steps[place]),
     worst: significant(summed.worst[place], 4), at: headWord(line, summed.at[place]),
     median: significant(summed.bands[2][place], 4), head: headWord(line, column),
     value: significant(summed.data[place * heads + column], 4),
   });
+  return Number.isNaN(loss) ? words
+    : `${words} · ${t("timeline.now_loss", { x: significant(loss, 4) })}`;
 }
+
+// --------------------------------------------------------------------------- the chart
 
 function chartPicture(view, width, palette) {
   const { context, line, summed, place, column } = view;
   const { t } = context;
   const size = axisSize();
-  const losses = [...decodeArray(line.losses).data];
+  const losses = lossesOf(line);
   const lossThere = losses.some(Number.isFinite);
-  const [left, right, top] = [56, width < 600 ? 12 : 120, 28];
+  const [left, right] = [size > 11 ? 68 : 56, width < PHONE ? 12 : 11 * size];
+  const top = line.alarms.length ? MARKS_HEIGHT : 12;
   const height = CHART_HEIGHT + (lossThere ? LOSS_HEIGHT : 0) + 28;
   const picture = newPicture(width, top + height);
   const heads = columnsOf(line).length;
@@ -248,11 +223,13 @@ function chartPicture(view, width, palette) {
   picture.path(points(summed.worst), palette.ink, 1.5);
   picture.path(points(own), palette.row, 2);
   for (const { step, value, measure } of line.alarms) {
-    const at = x(step);
+    if (measure !== view.name || typeof value !== "number") continue;
+    picture.dot(x(step), y(value), 2.5, palette.warn);
+  }
+  const groups = alarmGroups(line.alarms, x, MARKS_APART);
+  for (const { x: at } of groups) {
     picture.path([[at - 4, top - 12], [at + 4, top - 12], [at, top - 5], [at - 4, top - 12]],
       palette.warn, 1, [], palette.warn);
-    if (measure !== view.name || typeof value !== "number") continue;
-    picture.dot(at, y(value), 2.5, palette.warn);
   }
   picture.path([[x(line.steps[place]), top], [x(line.steps[place]), top + height - 28]],
     palette.row, 1, [2, 3]);
@@ -260,19 +237,22 @@ function chartPicture(view, width, palette) {
   if (right > 60) endLabels(view, picture, palette, { size, width, right, y, own, t });
   if (lossThere) lossPart(picture, line, losses, { x, bottom, left, size, palette, t });
   for (const tick of evenTicks(first, Math.max(last, first + 1)).filter((n) => n % 1 === 0)) {
-    picture.text(x(tick), top + height - 8, tick.toLocaleString("en"), { size, anchor: "middle",
+    picture.text(x(tick), top + height - 8, number(tick), { size, anchor: "middle",
       fill: palette.ink3 });
   }
-  return { picture, log: axis.log, stepAt: (at) => first + ((at - left) / room) * (last - first) };
+  return { picture, log: axis.log, groups, left, right,
+    stepAt: (at) => first + ((at - left) / room) * (last - first) };
 }
 
-/** The lines' names at their right ends, apart from each other. */
+/** The lines' names at their right ends, apart from each other; the chosen head may be the worst. */
 function endLabels({ line, summed, column }, picture, palette, { size, width, right, y, own, t }) {
+  const worst = summed.at.at(-1);
   const labels = [
-    [y(summed.worst.at(-1)), t("timeline.worst", { head: headWord(line, summed.at.at(-1)) }),
-      palette.ink],
+    [y(summed.worst.at(-1)), t("timeline.worst", { head: headWord(line, worst) }),
+      worst === column ? palette.row : palette.ink],
     [y(summed.bands[2].at(-1)), t("timeline.median"), palette.ink3],
-    [y(own.at(-1)), t("timeline.chosen", { head: headWord(line, column) }), palette.row],
+    worst === column ? [NaN]
+      : [y(own.at(-1)), t("timeline.chosen", { head: headWord(line, column) }), palette.row],
   ].filter(([at]) => Number.isFinite(at)).sort((a, b) => a[0] - b[0]);
   let before = -Infinity;
   for (const [at, words, fill] of labels) {
@@ -281,14 +261,101 @@ function endLabels({ line, summed, column }, picture, palette, { size, width, ri
   }
 }
 
+/** The loss over the same steps, its ends beside it. */
 function lossPart(picture, line, losses, { x, bottom, left, size, palette, t }) {
-  const axis = axisOfValues(losses);
-  const y = (v) => bottom + 16 + (LOSS_HEIGHT - 24) * (1 - axis.part(v));
+  const finite = losses.filter(Number.isFinite);
+  const [least, most] = [finite.reduce((a, b) => Math.min(a, b)),
+    finite.reduce((a, b) => Math.max(a, b))];
+  const part = (v) => (most > least ? (v - least) / (most - least) : 0.5);
+  const room = LOSS_HEIGHT - 28;
+  const y = (v) => bottom + 20 + room * (1 - part(v));
   const points = losses.map((v, i) => [x(line.steps[i]), v]).filter(([, v]) => Number.isFinite(v))
     .map(([at, v]) => [at, y(v)]);
   picture.path(points, palette.seq, 1.5);
-  picture.text(left - 8, bottom + 16 + LOSS_HEIGHT / 2 - 8, t("timeline.loss"), { size,
-    anchor: "end", fill: palette.ink2 });
+  const say = (at, words, fill) => picture.text(left - 8, at + 4, words, { size, anchor: "end",
+    fill });
+  say(bottom + 20 + room / 2, t("timeline.loss"), palette.seq);
+  if (most > least) for (const v of [least, most]) say(y(v), significant(v, 3), palette.ink3);
+}
+
+// --------------------------------------------------------------------------- marks of alarms
+
+/** One tab stop: arrows go from alarm to alarm, focus or a pointer nearby shows what it says. */
+function showMarks({ built, context }) {
+  const { chart, marks } = built;
+  const groups = chart.groups;
+  marks.setAttribute("aria-label", context.t("timeline.marks"));
+  marks.hidden = groups.length === 0;
+  const last = groups.findLastIndex((x) => x.alarms[0].step <= (built.mark ?? -Infinity));
+  const current = built.mark === null ? groups.length - 1 : Math.max(0, last);
+  marks.replaceChildren(...groups.map(({ x, alarms }, i) => {
+    const said = alarmSentences(context, alarms).map((s) => [s.words, ...s.more, s.why].join(" · "));
+    const button = node("button", { type: "button", "aria-label": said.join(" "),
+      tabindex: i === current ? "0" : "-1", "data-focus": i === current ? "timeline-mark" : null,
+      focus: () => showTip(built, i), click: () => chooseAlarm(context, alarms[0]) });
+    button.style.left = `${x}px`;
+    return button;
+  }));
+  if (!built.tip.hidden) showTip(built, current);
+}
+
+function listenToMarks(built, over) {
+  const { marks, tip } = built;
+  const left = () => {
+    if (!over.matches(":hover") && !marks.contains(document.activeElement)) tip.hidden = true;
+  };
+  const nearest = (event) => {
+    const at = event.clientX - marks.getBoundingClientRect().left;
+    const far = built.chart.groups.map((x) => Math.abs(x.x - at));
+    const best = far.indexOf(Math.min(...far));
+    return far[best] <= NEAR_MARK ? best : -1;
+  };
+  marks.addEventListener("pointermove", (event) => {
+    const at = nearest(event);
+    if (at >= 0 && event.pointerType === "mouse") showTip(built, at);
+  });
+  over.addEventListener("pointerleave", left);
+  marks.addEventListener("focusout", () => setTimeout(left));
+  // The buttons are narrower than a finger: the strip is touched, the nearest of them is meant.
+  marks.addEventListener("click", (event) => {
+    if (event.target !== marks || nearest(event) < 0) return;
+    showTip(built, nearest(event));
+    chooseAlarm(built.view.context, built.chart.groups[nearest(event)].alarms[0]);
+  });
+  marks.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !tip.hidden) {
+      tip.hidden = true;
+      event.preventDefault();
+    }
+    const all = [...marks.children];
+    const at = all.indexOf(document.activeElement);
+    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: all.length - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    all[Math.min(all.length - 1, Math.max(0, to))].focus();
+  });
+}
+
+function chooseAlarm(context, { step, layer, head }) {
+  context.set({ step, layer, head });
+}
+
+/** What a group of alarms says, beneath its mark. */
+function showTip(built, at) {
+  const { chart, marks, tip, view } = built;
+  const group = chart.groups[at];
+  built.mark = group.alarms[0].step;
+  [...marks.children].forEach((x, i) => {
+    x.tabIndex = i === at ? 0 : -1;
+    if (i === at) x.dataset.focus = "timeline-mark";
+    else delete x.dataset.focus;
+  });
+  tip.hidden = false;
+  tip.replaceChildren(...alarmSentences(view.context, group.alarms).map((x) => node("div", {},
+    node("p", {}, x.words), x.more.length ? node("p", { class: "note" }, x.more.join(" · ")) : null,
+    whyNode(x))));
+  const most = view.width - tip.offsetWidth;
+  tip.style.left = `${Math.max(0, Math.min(most, group.x - 24))}px`;
 }
 
 // --------------------------------------------------------------------------- heads at a step
@@ -307,11 +374,16 @@ function gridOf(view) {
       Math.round((256 * value) / range)))]);
   const grid = node("div", { class: "timeline-grid", role: "grid", "aria-label":
     t("timeline.grid_label", { measure: t(`timeline.${name}`), step: line.steps[place] }) });
+  const row = (attributes, ...cells) => {
+    const made = node("div", { class: "timeline-row", ...attributes }, ...cells);
+    made.style.gridTemplateColumns = `28px repeat(${most}, minmax(0, 72px))`;
+    grid.append(made);
+  };
+  // Each cell says its head itself.
+  row({ "aria-hidden": "true" }, node("div"), Array.from({ length: most }, (_, h) =>
+    node("div", { class: "timeline-head" }, most <= NUMBERED || h % 4 === 0 ? h : "")));
   line.layers.forEach((layer, l) => {
-    const row = node("div", { class: "timeline-row", role: "row" },
-      node("div", { class: "grid-layer", role: "rowheader" }, l));
-    row.style.gridTemplateColumns = `28px repeat(${most}, minmax(0, 1fr))`;
-    for (let h = 0; h < layer.heads; h++) {
+    const cells = Array.from({ length: layer.heads }, (_, h) => {
       const i = columns.findIndex((x) => x.layer === l && x.head === h);
       const value = summed.data[place * columns.length + i];
       const words = Number.isNaN(value) ? "–" : significant(value, 2);
@@ -321,14 +393,15 @@ function gridOf(view) {
       const cell = node("div", { class: picked ? "timeline-cell picked" : "timeline-cell",
         role: "gridcell", title: label, "aria-label": label, "aria-selected": String(picked),
         tabindex: picked ? "0" : "-1", "data-focus": picked ? "timeline-cell" : null,
-        "data-value": value, click: () => set({ layer: l, head: h }) }, most > 24 ? "" : words);
+        "data-value": value, click: () => set({ layer: l, head: h }) },
+      most > NUMBERED ? "" : words);
       if (!Number.isNaN(value)) {
         cell.style.backgroundColor = colour(value);
         cell.style.color = textColour(colour(value));
       }
-      row.append(cell);
-    }
-    grid.append(row);
+      return cell;
+    });
+    row({ role: "row" }, node("div", { class: "grid-layer", role: "rowheader" }, l), cells);
   });
   grid.addEventListener("keydown", (event) => {
     const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
@@ -345,21 +418,15 @@ function gridOf(view) {
   return grid;
 }
 
-function alarmsOf({ context, line }) {
+function showAlarms({ built, context, line }) {
   const { t, set } = context;
-  const items = alarmsByRule(line.alarms).map(({ first, last, times }) => {
-    const { step, rule, value, layer, head, path, also, why } = first;
-    const shown = typeof value === "number" ? significant(value, 3) : value;
-    const words = t("timeline.alarm", { step, rule, value: shown, head: `${layer}.${head}`, path });
-    const more = [also > 0 ? t("timeline.also", { n: also }) : null,
-      times > 1 ? t("timeline.times", { first: step, last, n: times }) : null].filter(Boolean);
-    return node("li", {}, node("button", { type: "button", class: "link",
-      "data-focus": `alarm-${rule}`, click: () => set({ step, layer, head }) }, words),
-    more.length ? node("span", { class: "note" }, ` · ${more.join(" · ")}`) : null,
-    node("p", { class: "note", lang: "en" }, why));
-  });
-  return node("section", { class: "timeline-alarms" }, node("h2", {}, t("timeline.alarms")),
+  const items = alarmSentences(context, line.alarms).map((x) => node("li", {},
+    node("button", { type: "button", class: "link", "data-focus": `alarm-${x.first.rule}`,
+      click: () => chooseAlarm({ set }, x.first) }, x.words),
+    x.more.length ? node("p", { class: "note" }, x.more.join(" · ")) : null, whyNode(x)));
+  built.alarms.replaceChildren(node("h2", {}, t("timeline.alarms")),
     items.length ? node("ul", {}, items) : node("p", { class: "note" }, t("timeline.no_alarms")));
 }
 
-offerView("timeline", { settled: settledTimeline, render: renderTimeline });
+offerView("timeline", { settled: settledTimeline, render: renderTimeline, grown: grownLine,
+  lost: lostWords });

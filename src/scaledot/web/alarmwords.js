@@ -1,0 +1,67 @@
+/** What an alarm says, from its numbers, in the reader's language. */
+
+import { alarmsByRule } from "./steps.js";
+import { node, significant } from "./words.js";
+
+const NORMS = { query: "‖q‖", key: "‖k‖" };
+
+/** A number of a document: one that is not finite comes as its name. */
+function numberWords(x, measure) {
+  if (typeof x !== "number") return x;
+  return measure === "nonfinite" ? x.toLocaleString("en") : significant(x, 3);
+}
+
+function ruleWords({ t }, { line, measure, rule }) {
+  if (line === null) return rule;
+  const [[kind, x]] = Object.entries(line);
+  return t(`timeline.rule_${kind}`, { measure: t(`timeline.${measure}`), x });
+}
+
+/** Why a head could cross a line; null where a file has no numbers of it. */
+function causeWords({ t, language }, { cause }) {
+  const { before, grown, now, rows, scale, since } = cause;
+  if (rows !== undefined) {
+    const n = rows.toLocaleString("en");
+    return before === undefined ? t("timeline.cause_new", { n })
+      : t("timeline.cause_rows", { n, x: significant(before, 4) });
+  }
+  const [comma, semicolon] = language === "ja" ? ["、", "。"] : [", ", "; "];
+  const each = (factors, key) => Object.entries(factors).map(([name, x]) =>
+    t(key, { name: NORMS[name] ?? t("timeline.alignment"), x: significant(x, 3) })).join(comma);
+  const parts = [
+    scale === undefined ? null : t("timeline.cause_scale", { x: significant(scale, 3) }),
+    grown && t("timeline.cause_grown", { step: since, factors: each(grown, "timeline.times_more") }),
+    now && t("timeline.cause_now", { factors: each(now, "timeline.is_now") }),
+  ].filter(Boolean);
+  return parts.length === 0 ? null : parts.join(semicolon) + (language === "ja" ? semicolon : "");
+}
+
+/**
+ * What alarms say, those of one rule together.
+ *
+ * @returns {{first: object, words: string, more: string[], why: string, lang: string|null}[]}  lang:
+ *     of `why`, where that is not the reader's
+ */
+export function alarmSentences(context, alarms) {
+  const { t } = context;
+  const number = (x) => x.toLocaleString("en");
+  return alarmsByRule(alarms).map(({ first, last, times }) => {
+    const { action, also, head, layer, measure, path, step, value } = first;
+    const words = t("timeline.alarm", { step: number(step), rule: ruleWords(context, first),
+      value: numberWords(value, measure), head: `${layer}.${head}`, path });
+    const done = { stop: "timeline.then_stop", save: "timeline.then_save",
+      call: "timeline.then_call" }[action];
+    const more = [also > 0 ? t("timeline.also", { n: number(also) }) : null,
+      times > 1 ? t("timeline.times", { first: number(step), last: number(last), n: number(times) })
+        : null, done ? t(done) : null].filter(Boolean);
+    const why = causeWords(context, first) ?? first.why ?? t("timeline.cause_none");
+    const lang = first.why === undefined || context.language === "en" ? null : "en";
+    return { first, words, more, why, lang };
+  });
+}
+
+/** Why, its norms in the face of formulas. */
+export function whyNode({ why, lang }) {
+  return node("p", { class: "note", lang }, why.split(/(‖[qk]‖)/).map((x) =>
+    (x.startsWith("‖") ? node("span", { class: "formula" }, "‖", node("i", {}, x[1]), "‖") : x)));
+}
