@@ -19,10 +19,14 @@ TOP = re.compile(r"^(?:export )?(?:async )?(?:function\*?|const|let|class) (\w+)
 EXPORT = re.compile(r"^export (?:async )?(?:function\*?|const|let|class) (\w+)", re.M)
 
 
-def catalogue(language):
-    pairs = json.loads(
-        (WEB / f"messages.{language}.json").read_text(encoding="utf-8"), object_pairs_hook=list
-    )
+def catalogue(language, files=("messages", "timeline")):
+    pairs = [
+        pair
+        for name in files
+        for pair in json.loads(
+            (WEB / f"{name}.{language}.json").read_text(encoding="utf-8"), object_pairs_hook=list
+        )
+    ]
     assert len({key for key, _ in pairs}) == len(pairs), "a key is there twice"
     return dict(pairs)
 
@@ -38,6 +42,17 @@ def test_both_languages_have_the_same_keys_and_placeholders():
             assert found[1] <= found[0], key
         else:
             assert found[0] == found[1], key
+
+
+def test_what_every_page_needs_says_nothing_of_training_runs():
+    """Words of a run are not in a report that holds none."""
+    inside = (WEB / "timeline.js", WEB / "alarmwords.js")
+    plain = "".join(x.read_text(encoding="utf-8") for x in SCRIPTS if x not in inside)
+    for key in catalogue("en", ["timeline"]):
+        assert key.startswith("timeline."), key
+        # The window's title is of the shell, where there is a run.
+        assert f'"{key}"' not in plain or key == "timeline.title", key
+    assert not any(key.startswith("timeline.") for key in catalogue("en", ["messages"]))
 
 
 def test_the_japanese_catalogue_is_japanese():

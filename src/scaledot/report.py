@@ -33,9 +33,7 @@ TYPES = {
 
 LANGUAGES = ("en", "ja")
 
-_STYLE = (
-    '<link rel="stylesheet" href="style.css">\n<link rel="stylesheet" href="timeline.css">'
-)
+_STYLE = '<link rel="stylesheet" href="style.css">\n<link rel="stylesheet" href="timeline.css">'
 _SCRIPT = '<script type="module" src="page.js"></script>'
 _CHARSET = '<meta charset="utf-8">'
 

@@ -330,9 +330,7 @@ def _header(found: Mapping[str, Any], path: str | Path) -> _Head:
         raise _Damaged("no model or no layers")
     if missing := set(NAMES).difference(_list(found, "measures")):
         raise _Damaged(f"no measure {min(missing)}")
-    return _Head(
-        _text(model, "name"), _whole(found, "every"), tuple(_layer(x) for x in layers)
-    )
+    return _Head(_text(model, "name"), _whole(found, "every"), tuple(_layer(x) for x in layers))
 
 
 def _layer(found: Any) -> Layer:

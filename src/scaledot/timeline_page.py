@@ -1,4 +1,4 @@
-"""A training run as the page draws it: a page document, and what is added to it while a run goes on.
+"""A training run as the page draws it: a page document, and what is added to it as a run goes on.
 
 Sentences go as ids and numbers: the page words them in its reader's language.
 """

@@ -4,11 +4,24 @@ import { alarmsByRule } from "./steps.js";
 import { node, significant } from "./words.js";
 
 const NORMS = { query: "‖q‖", key: "‖k‖" };
+const RAISED = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸",
+  9: "⁹" };
+
+/** Significant digits; of a number with many more places a power of ten: 8.7×10⁸. */
+export function runNumber(x, digits) {
+  const size = Math.abs(x);
+  if (!Number.isFinite(x) || size === 0 || (size >= 1e-4 && size < 1e6)) {
+    return significant(x, digits);
+  }
+  const [factor, power] = x.toExponential(digits - 1).split("e");
+  const raised = [...power.replace("+", "")].map((c) => RAISED[c]).join("");
+  return `${factor.replace("-", "−")}×10${raised}`;
+}
 
 /** A number of a document: one that is not finite comes as its name. */
 function numberWords(x, measure) {
   if (typeof x !== "number") return x;
-  return measure === "nonfinite" ? x.toLocaleString("en") : significant(x, 3);
+  return measure === "nonfinite" ? x.toLocaleString("en") : runNumber(x, 3);
 }
 
 function ruleWords({ t }, { line, measure, rule }) {
@@ -23,15 +36,17 @@ function causeWords({ t, language }, { cause }) {
   if (rows !== undefined) {
     const n = rows.toLocaleString("en");
     return before === undefined ? t("timeline.cause_new", { n })
-      : t("timeline.cause_rows", { n, x: significant(before, 4) });
+      : t("timeline.cause_rows", { n, x: runNumber(before, 4) });
   }
   const [comma, semicolon] = language === "ja" ? ["、", "。"] : [", ", "; "];
-  const each = (factors, key) => Object.entries(factors).map(([name, x]) =>
-    t(key, { name: NORMS[name] ?? t("timeline.alignment"), x: significant(x, 3) })).join(comma);
+  const each = (factors, norm, alignment) => Object.entries(factors).map(([name, x]) =>
+    t(name in NORMS ? norm : alignment, { name: NORMS[name], x: runNumber(x, 3) })).join(comma);
   const parts = [
-    scale === undefined ? null : t("timeline.cause_scale", { x: significant(scale, 3) }),
-    grown && t("timeline.cause_grown", { step: since, factors: each(grown, "timeline.times_more") }),
-    now && t("timeline.cause_now", { factors: each(now, "timeline.is_now") }),
+    scale === undefined ? null : t("timeline.cause_scale", { x: runNumber(scale, 3) }),
+    grown && t("timeline.cause_grown", { step: since,
+      factors: each(grown, "timeline.norm_times", "timeline.alignment_times") }),
+    now && t("timeline.cause_now", {
+      factors: each(now, "timeline.norm_now", "timeline.alignment_now") }),
   ].filter(Boolean);
   return parts.length === 0 ? null : parts.join(semicolon) + (language === "ja" ? semicolon : "");
 }

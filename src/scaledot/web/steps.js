@@ -147,18 +147,26 @@ export function alarmGroups(alarms, x, apart) {
   return groups;
 }
 
-/** A map of numbers to 0 … 1, and the ticks of its axis. */
+/**
+ * A map of numbers to 0 … 1, and the ticks of its axis. Logarithmic where the numbers span decades;
+ * those that reach zero or below are even within a unit of it and logarithmic beyond.
+ */
 export function axisOfValues(values) {
   const finite = values.filter(Number.isFinite);
   let least = finite.reduce((x, y) => Math.min(x, y), Infinity);
   let most = finite.reduce((x, y) => Math.max(x, y), -Infinity);
   if (finite.length === 0) [least, most] = [0, 1];
-  const log = least > 0 && most / least > LOGARITHMIC;
+  const sizes = finite.map(Math.abs).sort((x, y) => x - y);
+  const middle = quantileOf(sizes, 0.5);
+  const log = least > 0 ? most / least > LOGARITHMIC
+    : middle > 0 && sizes.at(-1) / middle > LOGARITHMIC;
   if (!log && least > 0 && least < most / 2) least = 0;
   if (most === least) most = least + (Math.abs(least) || 1);
-  const as = log ? Math.log : (x) => x;
+  const unit = log && least <= 0 ? 10 ** Math.floor(Math.log10(middle)) : null;
+  const as = !log ? (x) => x : unit === null ? Math.log : (x) => Math.asinh(x / unit);
   const part = (x) => (as(x) - as(least)) / (as(most) - as(least));
-  const ticks = log ? logTicks(least, most) : evenTicks(least, most);
+  const ticks = !log ? evenTicks(least, most) : unit === null ? logTicks(least, most)
+    : [...logTicks(unit, -least).reverse().map((x) => -x), 0, ...logTicks(unit, most)];
   return { part: (x) => Math.min(1, Math.max(0, part(x))), ticks, log };
 }
 
@@ -172,6 +180,7 @@ export function evenTicks(least, most) {
 }
 
 function logTicks(least, most) {
+  if (!(most >= least)) return [];
   const first = Math.ceil(Math.log10(least));
   const count = Math.floor(Math.log10(most)) - first + 1;
   const each = Math.max(1, Math.ceil(count / 6));

@@ -6,16 +6,13 @@
  * view is built once and mended after.
  */
 
-import { alarmSentences, whyNode } from "./alarmwords.js";
+import { alarmSentences, runNumber, whyNode } from "./alarmwords.js";
 import { rampOf, textColour, variancePart } from "./colour.js";
 import { axisSize, newPicture, paletteOf, pictureSvg } from "./draw.js";
 import { MEASURES } from "./state.js";
-import {
-  alarmGroups, axisOfValues, columnsOf, evenTicks, grownLine, lossesOf, nearestStep, placeOfStep,
-  summedOf,
-} from "./steps.js";
+import { alarmGroups, axisOfValues, columnsOf, evenTicks, grownLine, lossesOf, nearestStep, placeOfStep, summedOf } from "./steps.js";
 import { offerView } from "./views.js";
-import { node, significant } from "./words.js";
+import { node } from "./words.js";
 
 const CHART_HEIGHT = 260;
 const LOSS_HEIGHT = 72;
@@ -25,9 +22,9 @@ const MARKS_APART = 9;
 const NEAR_MARK = 24;
 /** Half a slider's thumb: its middle reaches the ends of the axis. */
 const THUMB = 8;
-const PHONE = 600;
+const NARROW_CHART = 600;
 /** Heads a layer up to which cells hold their numbers and columns all their names. */
-const NUMBERED = 24;
+const NUMBERED_CELLS = 24;
 /** What was built in a root. */
 const builtViews = new WeakMap();
 
@@ -37,7 +34,7 @@ const number = (x) => x.toLocaleString("en");
 export function settledTimeline(state, raw, line) {
   const { name, low } = line.measures.find((x) => x.name === state.measure);
   const { at } = summedOf(line, name, low);
-  const worst = columnsOf(line)[Math.max(0, at.at(-1))];
+  const worst = columnsOf(line)[at.findLast((x) => x >= 0) ?? 0];
   const layer = Math.min(raw.layer ?? worst.layer, line.layers.length - 1);
   const own = raw.layer === null || raw.layer === worst.layer ? worst.head : 0;
   const head = Math.min(raw.head ?? own, line.layers[layer].heads - 1);
@@ -176,14 +173,14 @@ function lineReadout({ context, line, name, summed, place, column }) {
   const { t } = context;
   const heads = columnsOf(line).length;
   const loss = lossesOf(line)[place];
-  const words = t("timeline.now", {
-    measure: t(`timeline.${name}`), step: number(line.steps[place]),
-    worst: significant(summed.worst[place], 4), at: headWord(line, summed.at[place]),
-    median: significant(summed.bands[2][place], 4), head: headWord(line, column),
-    value: significant(summed.data[place * heads + column], 4),
+  const at = { measure: t(`timeline.${name}`), step: number(line.steps[place]) };
+  const words = summed.at[place] < 0 ? t("timeline.now_none", at) : t("timeline.now", { ...at,
+    worst: runNumber(summed.worst[place], 4), at: headWord(line, summed.at[place]),
+    median: runNumber(summed.bands[2][place], 4), head: headWord(line, column),
+    value: runNumber(summed.data[place * heads + column], 4),
   });
   return Number.isNaN(loss) ? words
-    : `${words} · ${t("timeline.now_loss", { x: significant(loss, 4) })}`;
+    : `${words} · ${t("timeline.now_loss", { x: runNumber(loss, 4) })}`;
 }
 
 // --------------------------------------------------------------------------- the chart
@@ -194,7 +191,7 @@ function chartPicture(view, width, palette) {
   const size = axisSize();
   const losses = lossesOf(line);
   const lossThere = losses.some(Number.isFinite);
-  const [left, right] = [size > 11 ? 68 : 56, width < PHONE ? 12 : 11 * size];
+  const [left, right] = [size > 11 ? 68 : 56, width < NARROW_CHART ? 12 : 11 * size];
   const top = line.alarms.length ? MARKS_HEIGHT : 12;
   const height = CHART_HEIGHT + (lossThere ? LOSS_HEIGHT : 0) + 28;
   const picture = newPicture(width, top + height);
@@ -206,10 +203,14 @@ function chartPicture(view, width, palette) {
   const x = (step) => left + (room * (step - first)) / Math.max(1, last - first);
   const y = (value) => top + CHART_HEIGHT * (1 - axis.part(value));
   const bottom = top + CHART_HEIGHT;
-  for (const tick of axis.ticks) {
+  const said = [];
+  // Zero first: powers of ten on both sides of it may lie too near to be read.
+  for (const tick of [...axis.ticks].sort((a, b) => Math.abs(a) - Math.abs(b))) {
+    if (said.some((at) => Math.abs(at - y(tick)) < size + 4)) continue;
+    said.push(y(tick));
     picture.path([[left, y(tick)], [width - right, y(tick)]], palette.rule);
-    picture.text(left - 8, y(tick) + 4, significant(tick, 2), { size, anchor: "end",
-      fill: palette.ink3 });
+    picture.text(left - 8, y(tick) + 4, runNumber(tick, axis.log ? 1 : 2), { size,
+      anchor: "end", fill: palette.ink3 });
   }
   const points = (values) => values.map((v, i) => [x(line.steps[i]), v])
     .filter(([, v]) => !Number.isNaN(v)).map(([at, v]) => [at, y(v)]);
@@ -233,7 +234,9 @@ function chartPicture(view, width, palette) {
   }
   picture.path([[x(line.steps[place]), top], [x(line.steps[place]), top + height - 28]],
     palette.row, 1, [2, 3]);
-  picture.dot(x(line.steps[place]), y(own[place] ?? NaN), 3.5, palette.row);
+  if (!Number.isNaN(own[place])) {
+    picture.dot(x(line.steps[place]), y(own[place]), 3.5, palette.row);
+  }
   if (right > 60) endLabels(view, picture, palette, { size, width, right, y, own, t });
   if (lossThere) lossPart(picture, line, losses, { x, bottom, left, size, palette, t });
   for (const tick of evenTicks(first, Math.max(last, first + 1)).filter((n) => n % 1 === 0)) {
@@ -275,7 +278,7 @@ function lossPart(picture, line, losses, { x, bottom, left, size, palette, t }) 
   const say = (at, words, fill) => picture.text(left - 8, at + 4, words, { size, anchor: "end",
     fill });
   say(bottom + 20 + room / 2, t("timeline.loss"), palette.seq);
-  if (most > least) for (const v of [least, most]) say(y(v), significant(v, 3), palette.ink3);
+  if (most > least) for (const v of [least, most]) say(y(v), runNumber(v, 3), palette.ink3);
 }
 
 // --------------------------------------------------------------------------- marks of alarms
@@ -381,20 +384,21 @@ function gridOf(view) {
   };
   // Each cell says its head itself.
   row({ "aria-hidden": "true" }, node("div"), Array.from({ length: most }, (_, h) =>
-    node("div", { class: "timeline-head" }, most <= NUMBERED || h % 4 === 0 ? h : "")));
+    node("div", { class: "timeline-head" }, most <= NUMBERED_CELLS || h % 4 === 0 ? h : "")));
   line.layers.forEach((layer, l) => {
     const cells = Array.from({ length: layer.heads }, (_, h) => {
       const i = columns.findIndex((x) => x.layer === l && x.head === h);
       const value = summed.data[place * columns.length + i];
-      const words = Number.isNaN(value) ? "–" : significant(value, 2);
-      const label = t("timeline.cell", { layer: l, head: h,
-        value: Number.isNaN(value) ? t("timeline.no_rows") : significant(value, 6) });
+      const words = Number.isNaN(value) ? "–" : runNumber(value, 2);
+      // The name holds the figure as it is seen; pointing adds digits.
+      const say = (digits) => t("timeline.cell", { layer: l, head: h,
+        value: Number.isNaN(value) ? t("timeline.no_rows") : runNumber(value, digits) });
       const picked = i === column;
       const cell = node("div", { class: picked ? "timeline-cell picked" : "timeline-cell",
-        role: "gridcell", title: label, "aria-label": label, "aria-selected": String(picked),
+        role: "gridcell", title: say(6), "aria-label": say(2), "aria-selected": String(picked),
         tabindex: picked ? "0" : "-1", "data-focus": picked ? "timeline-cell" : null,
         "data-value": value, click: () => set({ layer: l, head: h }) },
-      most > NUMBERED ? "" : words);
+      most > NUMBERED_CELLS ? "" : words);
       if (!Number.isNaN(value)) {
         cell.style.backgroundColor = colour(value);
         cell.style.color = textColour(colour(value));
@@ -413,7 +417,7 @@ function gridOf(view) {
     set({ layer, head }, "replace");
     const i = columns.findIndex((x) => x.layer === layer && x.head === head);
     context.announce(t("timeline.cell", { layer, head,
-      value: significant(summed.data[place * columns.length + i], 3) }));
+      value: runNumber(summed.data[place * columns.length + i], 3) }));
   });
   return grid;
 }
