@@ -56,6 +56,20 @@ def test_an_address_restores_every_field(served, opened):
     assert state_of(page) == {"view": "whatif", **whole}
 
 
+@pytest.mark.parametrize(
+    "asked", [{"rule": "custom", "scale": "1e308"}, {"temp": "1e-308"}, {"cap": "1e-300"}]
+)
+def test_what_cannot_be_computed_is_said_and_the_nearest_is_shown(served, opened, asked):
+    state = {"view": "whatif", "layer": LAYER, "head": HEAD, "text": ENGLISH}
+    page = opened(served("sample"), **state, **asked)
+    (given,) = [x for x in asked.values() if x != "custom"]
+    page.locator("[role=alert]", has_text=f"asks for {given.replace('1e308', '1e+308')}").wait_for()
+    assert "NaN" not in page.inner_text("#view")
+    assert not any(map(math.isnan, numbers(page, "[data-entropy]", "data-entropy")))
+    page.click(focus("reset"))
+    page.wait_for_selector("[role=alert]", state="detached")
+
+
 def test_back_undoes_a_pin_but_not_a_drag_nor_a_setting(served, opened):
     page = opened(served("sample"), view="head", layer=LAYER, head=HEAD, text=ENGLISH)
     page.locator("[data-token='3']").click()

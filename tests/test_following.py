@@ -248,8 +248,10 @@ def test_japanese_leaves_no_english_word_on_a_time_line(opened, blown_up):
         assert {x for text in said for x in re.findall("[A-Za-z]{3,}", text)} - known == set()
         assert not re.search(r"\{\w+\}|undefined|NaN", " ".join(said))
     alarms = page.inner_text(".timeline-alarms")
-    for words in ("ステップ 1 と比べて", "向きの一致は", "有限でない行の数が 0 を超えた",
-                  "直前のステップの最大スコアは", "倍になった", "学習を止める指示が出た"):  # fmt: skip
+    for words in (
+        "ステップ 1 と比べて", "向きの一致は", "有限でない行の数が 0 を超えた", "倍になった",
+        "直前のステップの最大スコアは", "学習を止める指示が出た",
+    ):  # fmt: skip
         assert words in alarms
     assert "書き込みの途中で切れている" in page.inner_text(".timeline-top")
 

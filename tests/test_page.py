@@ -22,7 +22,9 @@ from browsing import (
     until,
     until_state,
 )
+from scaledot import prefill
 from scaledot.loading import load
+from test_prefill import mistral, sample_text
 
 WORDS = r"""() => {
     const own = ".tokens, textarea, .tab, code, .brand, .model-name, [lang=en], .examples";
@@ -131,6 +133,36 @@ def test_a_report_asks_for_nothing(opened, tmp_path):
     assert again.evaluate("document.documentElement.lang") == "ja"
     assert state_of(again)["rule"] == "none"
     assert page.evaluate("globalThis.ran ?? document.querySelectorAll('img').length") == 0
+
+
+def test_a_report_says_how_its_text_ran(opened, tmp_path, monkeypatch):
+    """Longer than the model was made for, or in parts for want of memory: in both languages."""
+    loaded = load()
+    run = {"max_tokens": 300, "quick": True}
+    monkeypatch.setattr(prefill, "CHUNK", 64)
+    small = prefill.activations(loaded.model, 64) + prefill.cache_bytes(loaded.model, 256)
+    monkeypatch.setattr(prefill, "free", lambda _: small)
+    in_parts = scaledot.audit(loaded.model, loaded.tokenizer, sample_text(), **run)
+    monkeypatch.undo()
+    model = mistral()
+    model.embed_tokens = torch.nn.Embedding(len(loaded.tokenizer), 32)
+    beyond = scaledot.audit(model, loaded.tokenizer, sample_text(), context=300, **run)
+    plain = scaledot.audit(loaded.model, loaded.tokenizer, sample_text(), **run)
+    en = [
+        "The text ran in parts of 64 tokens, without bf16_cost_centred.",
+        "The longest window has 300 tokens, the model was made for 256: this is extrapolation.",
+    ]
+    ja = [
+        "文章は 64 トークンずつに分けて測定しました（bf16_cost_centred は除く）。",
+        "最も長い窓は 300 トークンで、モデルが想定する 256 トークンを超える外挿です。",
+    ]
+    for i, audit in enumerate((in_parts, beyond, plain)):
+        path = tmp_path / f"{i}.html"
+        audit.save(path)
+        for lang, sentences in (("en", en), ("ja", ja)):
+            page = opened(path.as_uri(), offline=True, expects=VIEWS["model"], lang=lang)
+            said = page.inner_text("#under-text .note")
+            assert [x for x in sentences if x in said] == sentences[i : i + 1]
 
 
 def test_frames_of_a_notebook_stand_beside_each_other(opened, tmp_path):

@@ -346,7 +346,10 @@ def test_an_audit_s_report_has_its_numbers_over_the_whole_text(audit, tmp_path):
     assert (tmp_path / "again.html").read_bytes() == data
     document = json.loads(Elements(data.decode()).all("script")[0][1])
     (text,) = document["texts"]
-    assert text["measured"] == {"texts": 2, "windows": 2, "tokens": audit.text["tokens"]}
+    assert text["measured"] == {
+        "texts": 2, "windows": 2, "tokens": audit.text["tokens"], "longest": audit.text["longest"],
+        "beyond": None, "chunk": None, "left_out": [],
+    }  # fmt: skip
     assert len(text["tokens"]) == 13 < audit.text["tokens"]
     rows = [h for layer in text["layers"] for h in layer["heads"]]
     for head, row in zip(audit.heads, rows, strict=True):

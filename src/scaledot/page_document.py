@@ -32,13 +32,13 @@ def explore_document(
     *,
     commands: Callable[[str], Mapping[str, str] | None] | None = None,
     heads: Iterable[tuple[str, int, int]] = (),
-    measured: Mapping[str, int] | None = None,
+    measured: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The page's document: a model, as `Explorer.about`, and texts by id, as `exploring.read` gave
     them, without arrays but for the (text, layer, head) named in `heads`.
 
-    commands: as in `audit_document`, for each text. measured: on how many texts, windows and tokens
-    the numbers and findings are, where it is not the text that is shown.
+    commands: as in `audit_document`, for each text. measured: what the numbers and findings are of,
+    as `Audit.text` says it, where it is not the text that is shown.
     """
     document = {
         "format": "scaledot/page",
@@ -71,6 +71,10 @@ BUDGET = 104 << 10
 
 FRAMED = 96 << 10
 """The same in a notebook, which keeps every output that it has shown."""
+
+
+_MEASURED = ("texts", "windows", "tokens", "longest", "beyond", "chunk", "left_out")
+"""What a report says of the audit's text."""
 
 
 def report_document(
@@ -109,7 +113,7 @@ def report_document(
     }
     return _within(
         model, reading, budget, commands=lambda _: commands,
-        measured={k: audit.text[k] for k in ("texts", "windows", "tokens")},
+        measured={k: audit.text[k] for k in _MEASURED},
     )  # fmt: skip
 
 
@@ -167,7 +171,7 @@ def _packed_size(seen: Seen) -> int:
 def _page_text(
     id: str, reading: Reading, d_model: int | None,
     commands: Callable[[str], Mapping[str, str] | None] | None,
-    measured: Mapping[str, int] | None,
+    measured: Mapping[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     from scaledot.tokens import languages
 

@@ -63,6 +63,11 @@ test("the state's controls become settings", () => {
   assert.deepEqual([none.scale, none.changed], [1, true]);
   const any = settingsOf({ ...DEFAULTS, rule: "custom", scale: 0.3, temp: 2 }, LAYER, SIZES);
   assert.deepEqual([any.scale, any.temperature], [0.3, 2]);
+  assert.deepEqual(any.out, []);
+  const far = settingsOf({ ...DEFAULTS, rule: "custom", scale: 1e308, temp: 1e-308, cap: 1e-300 },
+    LAYER, SIZES);
+  assert.deepEqual([far.scale, far.temperature, far.cap], [1e6, 1e-6, 1e-6]);
+  assert.deepEqual(far.out, [[1e308, 1e6], [1e-300, 1e-6], [1e-308, 1e-6]]);
   assert.equal(settingsOf({ ...DEFAULTS, rule: "nonsense" }, LAYER, SIZES).scale, 0.125);
   const capped = { ...LAYER, softcap: 50 };
   assert.equal(settingsOf(DEFAULTS, capped, SIZES).cap, 50);

@@ -25,6 +25,8 @@ const THUMB = 8;
 const NARROW_CHART = 600;
 /** Heads a layer up to which cells hold their numbers and columns all their names. */
 const NUMBERED_CELLS = 24;
+/** Heads a layer from which cells are as narrow as a phone's. */
+const NARROW_CELLS = 12;
 /** What was built in a root. */
 const builtViews = new WeakMap();
 
@@ -292,7 +294,8 @@ function showMarks({ built, context }) {
   const last = groups.findLastIndex((x) => x.alarms[0].step <= (built.mark ?? -Infinity));
   const current = built.mark === null ? groups.length - 1 : Math.max(0, last);
   marks.replaceChildren(...groups.map(({ x, alarms }, i) => {
-    const said = alarmSentences(context, alarms).map((s) => [s.words, ...s.more, s.why].join(" · "));
+    const said = tipSentences(context, alarms)
+      .map((s) => [s.words, ...s.more, s.why].filter(Boolean).join(" · "));
     const button = node("button", { type: "button", "aria-label": said.join(" "),
       tabindex: i === current ? "0" : "-1", "data-focus": i === current ? "timeline-mark" : null,
       focus: () => showTip(built, i), click: () => chooseAlarm(context, alarms[0]) });
@@ -343,6 +346,12 @@ function chooseAlarm(context, { step, layer, head }) {
   context.set({ step, layer, head });
 }
 
+/** Sentences of a mark, with the reasons where one rule alone was broken: several hide the picture. */
+function tipSentences(context, alarms) {
+  const said = alarmSentences(context, alarms);
+  return said.length === 1 ? said : said.map((x) => ({ ...x, why: null }));
+}
+
 /** What a group of alarms says, beneath its mark. */
 function showTip(built, at) {
   const { chart, marks, tip, view } = built;
@@ -354,17 +363,23 @@ function showTip(built, at) {
     else delete x.dataset.focus;
   });
   tip.hidden = false;
-  tip.replaceChildren(...alarmSentences(view.context, group.alarms).map((x) => node("div", {},
+  tip.replaceChildren(...tipSentences(view.context, group.alarms).map((x) => node("div", {},
     node("p", {}, x.words), x.more.length ? node("p", { class: "note" }, x.more.join(" · ")) : null,
-    whyNode(x))));
+    x.why === null ? null : whyNode(x))));
   const most = view.width - tip.offsetWidth;
   tip.style.left = `${Math.max(0, Math.min(most, group.x - 24))}px`;
 }
 
 // --------------------------------------------------------------------------- heads at a step
 
+/** A cell's figure; of a power of ten its size alone where there is no room for more. */
+function cellFigure(value, narrow) {
+  const words = runNumber(value, 2);
+  return narrow && words.includes("×") ? runNumber(value, 1).replace(/\d×/, "") : words;
+}
+
 function gridOf(view) {
-  const { context, line, name, summed, place, column } = view;
+  const { context, line, name, summed, place, column, width } = view;
   const { t, set, state } = context;
   const columns = columnsOf(line);
   const most = Math.max(...line.layers.map((x) => x.heads));
@@ -375,6 +390,7 @@ function gridOf(view) {
     ? rampOf("signed", context.theme).hex[Math.round(128 * (1 + variancePart(value)))]
     : rampOf("weights", context.theme).hex[Math.max(0, Math.min(256,
       Math.round((256 * value) / range)))]);
+  const narrow = width < NARROW_CHART || most > NARROW_CELLS;
   const grid = node("div", { class: "timeline-grid", role: "grid", "aria-label":
     t("timeline.grid_label", { measure: t(`timeline.${name}`), step: line.steps[place] }) });
   const row = (attributes, ...cells) => {
@@ -389,7 +405,7 @@ function gridOf(view) {
     const cells = Array.from({ length: layer.heads }, (_, h) => {
       const i = columns.findIndex((x) => x.layer === l && x.head === h);
       const value = summed.data[place * columns.length + i];
-      const words = Number.isNaN(value) ? "–" : runNumber(value, 2);
+      const words = Number.isNaN(value) ? "–" : cellFigure(value, narrow);
       // The name holds the figure as it is seen; pointing adds digits.
       const say = (digits) => t("timeline.cell", { layer: l, head: h,
         value: Number.isNaN(value) ? t("timeline.no_rows") : runNumber(value, digits) });

@@ -48,9 +48,19 @@ export function notesOf({ absent, document, t, text }) {
     text.left_out > 0 ? t("shell.left_out", { n: text.left_out.toLocaleString("en") }) : null,
     text.complete === false ? t("shell.partial", { n: done, total: layers }) : null,
     absent ? t("shell.text_not_in_report") : null,
-    text.measured ? t("shell.measured_over", { n: text.measured.tokens.toLocaleString("en") })
-      : null,
+    ...(text.measured ? measuredNotes(text.measured, t) : []),
   ].filter(Boolean);
+}
+
+/** What an audit was of, and how its text ran. */
+function measuredNotes({ beyond, chunk, left_out: out, longest, tokens }, t) {
+  const number = (x) => x.toLocaleString("en");
+  const key = out.length > 0 ? "shell.parts_without" : "shell.parts";
+  return [
+    t("shell.measured_over", { n: number(tokens) }),
+    beyond === null ? null : t("shell.beyond", { n: number(longest), made: number(beyond) }),
+    chunk === null ? null : t(key, { n: number(chunk), names: out.join(", ") }),
+  ];
 }
 
 /** Sentences of the server that the page says in the reader's language: errors, and reasons why a

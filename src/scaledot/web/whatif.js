@@ -27,6 +27,9 @@ const CAP_RANGE = [0.5, 100];
 const TEMPERATURE_RANGE = [0.25, 4];
 /** A soft-cap from which on nothing is capped: how the fragment says "off" for a model with one. */
 const CAP_OFF = 1e6;
+/** Factor, temperature and soft-cap that the page computes with: beyond these no sum of squares is
+ * sure to be a number. No model comes near. */
+const COMPUTED = [1e-6, 1e6];
 
 /** @param {HTMLElement} root @param {any} context */
 export function renderWhatIf(root, context) {
@@ -58,10 +61,19 @@ export function renderWhatIf(root, context) {
  *
  * @param {any} state @param {any} layer
  * @param {{dModel: number|null, keys: number}} sizes
+ *
+ * out: what the fragment asks for beyond `COMPUTED`, as [given, taken] pairs.
  */
 export function settingsOf(state, layer, sizes) {
+  /** @type {number[][]} */
+  const out = [];
+  const within = (/** @type {number} */ given) => {
+    const taken = Math.min(COMPUTED[1], Math.max(COMPUTED[0], given));
+    if (taken !== given) out.push([given, taken]);
+    return taken;
+  };
   let scale = layer.scale;
-  if (state.rule === "custom" && state.scale) scale = state.scale;
+  if (state.rule === "custom" && state.scale) scale = within(state.scale);
   else if (state.rule !== "model") {
     try {
       scale = scaleFactor(state.rule, layer.d_k, sizes);
@@ -69,12 +81,14 @@ export function settingsOf(state, layer, sizes) {
       scale = layer.scale; // a rule of a fragment that nobody knows is left out
     }
   }
-  const cap = state.cap === null ? layer.softcap ?? null : state.cap >= CAP_OFF ? null : state.cap;
+  const cap = state.cap === null ? layer.softcap ?? null : state.cap >= CAP_OFF ? null
+    : within(state.cap);
+  const temperature = within(state.temp);
   const own = state.mask === "model";
   const mask = own ? layer.mask
     : { kind: state.mask, window: state.mask === "window" ? state.window : null };
-  return { scale, temperature: state.temp, cap, mask, own,
-    changed: scale !== layer.scale || state.temp !== 1 || cap !== (layer.softcap ?? null) || !own };
+  return { scale, temperature, cap, mask, own, out,
+    changed: scale !== layer.scale || temperature !== 1 || cap !== (layer.softcap ?? null) || !own };
 }
 
 /** The attention under these settings. @param {any} attention @param {any} settings */
@@ -123,6 +137,7 @@ function showWhatIf(root, context, study) {
 
   const parts = {
     formula: node("p", { class: "whatif-formula" }),
+    beyond: node("div"),
     curves: node("div", { class: "figure" }),
     row: node("div", { class: "figure", tabindex: 0 }),
     rowHeading: node("h2", {}),
@@ -149,7 +164,7 @@ function showWhatIf(root, context, study) {
     node("div", { class: `whatif-columns ${split ? "sided" : ""}` },
       node("div", {},
         node("section", { "data-panel": "curves" }, node("h2", {}, t("whatif.drag")),
-          parts.formula, parts.curves, slider.element),
+          parts.beyond, parts.formula, parts.curves, slider.element),
         controls.element, steppersPart(context, step),
         node("section", { class: "whatif-row", "data-panel": "row" }, parts.rowHeading, parts.row)),
       node("div", {}, maps.element, parts.sentence)),
@@ -471,6 +486,8 @@ function showWhatIf(root, context, study) {
     slider.show(settings);
     controls.show(settings);
     parts.formula.replaceChildren(formulaOf(settings));
+    parts.beyond.replaceChildren(...settings.out.map(([given, taken]) => node("p",
+      { class: "problem", role: "alert" }, t("whatif.beyond", { given, taken }))));
     const words = [
       ["entropy", "entropy", 2], ["largestWeight", "largest", 3], ["gradient", "gradient", 3],
     ];
