@@ -43,6 +43,9 @@ test("labels say the token, not how it is stored", () => {
   assert.equal(tokenLabel({ label: "␣", text: " " }), "␣");
   assert.equal(tokenLabel({ label: "<0xE7>", text: "猫", part: [1, 3], char: "猫" }), "猫 1/3");
   assert.equal(tokenLabel({ label: "\u202e", text: "\u202e" }), "U+202E");
+  const split = (char) => tokenLabel({ label: "", text: "", part: [2, 3], char });
+  assert.equal(split("\u20dd"), "◌\u20dd 2/3"); // a mark of three bytes, each a token
+  assert.equal(split("\u202e"), "U+202E 2/3");
   assert.ok(standsUpright("東京") && standsUpright("ー") && !standsUpright("猫 1/3"));
 });
 

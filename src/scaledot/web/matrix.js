@@ -16,11 +16,13 @@ import { node, significant, visiblePieces } from "./words.js";
 const NUMBERED_CELL = 34;
 const NAN_CELL = 21;
 
-/** A token as a row or column of a matrix says it: "cat", "猫 1/3", "U+202E". */
+/** A token as a row or column of a matrix says it: "cat", "猫 1/3", "U+202E"; a mark alone would
+ * sit on what stands beside it, and gets a circle of its own. */
 export function tokenLabel(/** @type {any} */ token) {
-  if (token.part && token.char) return `${token.char} ${token.part[0]}/${token.part[1]}`;
-  const spaced = token.label.replace(/^[␣ ]+/, "") || token.label;
-  return visiblePieces(spaced).map((/** @type {any} */ piece) => piece.text).join("");
+  const words = token.part && token.char ? `${token.char} ${token.part[0]}/${token.part[1]}`
+    : token.label.replace(/^[␣ ]+/, "") || token.label;
+  const shown = visiblePieces(words).map((/** @type {any} */ piece) => piece.text).join("");
+  return /^\p{M}/u.test(shown) ? `◌${shown}` : shown;
 }
 
 /**

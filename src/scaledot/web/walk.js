@@ -260,6 +260,9 @@ function drawRulerLabels(p, points, options, at, place, palette) {
   const size2 = (/** @type {number} */ i) => Math.abs(points[i].score);
   indices.sort((a, b) => rank(a) - rank(b) || size2(b) - size2(a));
   const most = points.length > 40 ? 12 : points.length;
+  // Lines first: a label that one passes interrupts it.
+  /** @type {(() => void)[]} */
+  const later = [];
   for (const i of indices.slice(0, most)) {
     const chosen = i === options.chosen;
     const style = { size, weight: chosen ? 700 : 400, fill: chosen ? palette.row : palette.ink };
@@ -275,8 +278,9 @@ function drawRulerLabels(p, points, options, at, place, palette) {
       const point = at(points[i].score);
       p.path([[point, place.top - 4], [point, y + 3]], palette.rule2, 1);
     }
-    p.text(x, y, text, { ...style, anchor: "middle", halo: lane ? palette.bg : undefined });
+    later.push(() => p.text(x, y, text, { ...style, anchor: "middle", halo: palette.bg }));
   }
+  for (const write of later) write();
 }
 
 /** The arrow between two stages with the operator above it and its numbers below. */
