@@ -6,7 +6,7 @@
  * @typedef {import("./draw.js").Palette} Palette
  */
 
-import { drawRamp, fitWords, newPicture } from "./draw.js";
+import { drawRamp, fitWords, newPicture, wordsWidth } from "./draw.js";
 import { fixed } from "./words.js";
 
 /** Where the curves' shared axis lies in a picture of a width. @param {number} width
@@ -60,26 +60,35 @@ export function curvesPicture(curves, axis, palette) {
   return p;
 }
 
-/** @param {any} p @param {any} curve @param {any} place @param {Palette} palette */
+/**
+ * The point of the model and that of now, their numbers on the sides away from each other: where a
+ * curve falls there is room above it on the right and below it on the left, where it rises the other
+ * way round.
+ *
+ * @param {any} p @param {any} curve @param {any} place @param {Palette} palette
+ */
 function drawCurvePoints(p, curve, { at, up, left, right, size, same, axis }, palette) {
   const [x, now] = [at(axis.modelScale), at(axis.nowScale)];
-  const bold = { size, weight: 700, halo: palette.bg };
+  const rising = curve.values[curve.values.length - 1] > curve.values[0];
+  const say = (/** @type {number} */ place, /** @type {number} */ value,
+    /** @type {boolean} */ wanted, /** @type {string} */ fill) => {
+    const words = fixed(value, curve.digits);
+    const style = { size, weight: 700 };
+    const room = wordsWidth(words, style) + 8;
+    const before = place + room > right || (wanted && place > left + room);
+    const [y, high, low] = [up(value), up(curve.top), up(0)];
+    const above = low - y < size + 8 || (before === rising && y - high > size + 8);
+    p.text(place + (before ? -8 : 8), y + (above ? -6 : size + 5), words,
+      { ...style, halo: palette.bg, fill, anchor: before ? "end" : "start" });
+  };
   const other = !same || Math.abs(curve.model - curve.now) > 1e-9;
   if (Number.isFinite(curve.model)) {
     p.dot(x, up(curve.model), 4, palette.bg, palette.ink, 1.5);
-    if (other) {
-      const under = curve.model < curve.now;
-      p.text(x + 8, up(curve.model) + (under ? size + 4 : -6), fixed(curve.model, curve.digits),
-        { ...bold, fill: palette.ink });
-    }
+    if (other) say(x, curve.model, now >= x, palette.ink);
   }
   if (!Number.isFinite(curve.now)) return;
   p.dot(now, up(curve.now), 4.5, palette.row);
-  const before = now > left + 48 && (now > x || now > right - 48);
-  const above = up(curve.now) > up(curve.top) + size + 8;
-  p.text(now + (before ? -8 : 8), up(curve.now) + (above ? -6 : size + 5),
-    fixed(curve.now, curve.digits),
-    { ...bold, fill: palette.row, anchor: before ? "end" : "start" });
+  say(now, curve.now, other && now < x, palette.row);
 }
 
 /**
