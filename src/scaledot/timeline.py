@@ -387,12 +387,12 @@ def _cause(found: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise _Damaged("a cause is no object")
     told: dict[str, Any] = {x: _whole(found, x) for x in ("rows", "since") if x in found}
-    told |= {x: _number(found[x], x) for x in ("before", "scale") if x in found}
+    told |= {x: _finite(found[x], x) for x in ("before", "scale") if x in found}
     for name in ("grown", "now"):
         if name in found:
             if not isinstance(found[name], dict) or not found[name].keys() <= FACTORS.keys():
                 raise _Damaged(f"{name} holds other factors than {', '.join(FACTORS)}")
-            told[name] = {x: _number(y, x) for x, y in found[name].items()}
+            told[name] = {x: _finite(y, x) for x, y in found[name].items()}
     if "grown" in told and "since" not in told:
         raise _Damaged("grown since no step")
     return told
@@ -411,6 +411,12 @@ def _number(x: Any, name: str) -> float:
     if isinstance(x, bool) or not isinstance(x, int | float):
         raise _Damaged(f"{name} is no number")
     return float(x)
+
+
+def _finite(x: Any, name: str) -> float:
+    if not math.isfinite(number := _number(x, name)):
+        raise _Damaged(f"{name} is not finite")
+    return number
 
 
 def _text(found: Mapping[str, Any], name: str) -> str:

@@ -23,6 +23,7 @@ test("the worst head is the largest, or the least where low is bad; heads withou
   const high = stepsSummed(data, 4, false);
   assert.deepEqual(high.worst, [5, NaN, Infinity]);
   assert.deepEqual(high.at, [1, -1, 2]);
+  assert.deepEqual(high.most, [5, 0, 2]);
   assert.deepEqual(stepsSummed(data, 4, true).worst, [1, NaN, 0]);
   assert.equal(high.bands[2][0], 3);
 });

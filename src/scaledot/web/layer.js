@@ -13,8 +13,10 @@ import { VISIBLE, attentionOf, stagesOf } from "./stages.js";
 import { largestOf } from "./study.js";
 import { fixed, node, symbol, tokenInWords } from "./words.js";
 
-/** The column of row names: as wide as its type asks for. */
-const labelColumnWidth = () => (axisSize() > 11 ? 72 : 56);
+/** The column of row names, and what its larger type asks for on a page from 1600 on. */
+const LABEL_COLUMN = 56;
+const WIDE_LABEL_COLUMN = 72;
+const WIDE_VIEW = 1504;
 const NARROWEST = 84;
 /** A head's map is as wide as it can be, yet the whole picture is seen at once. */
 const WIDEST = 440;
@@ -38,7 +40,7 @@ const COUNTS = ["no", "one", "two", "three", "four", "five", "six", "seven", "ei
  * @returns {{label: number, perLine: number, column: number, gap: number}}
  */
 export function headColumns(width, heads, perGroup, phone, widest = WIDEST) {
-  const label = phone ? 0 : labelColumnWidth();
+  const label = phone ? 0 : width >= WIDE_VIEW ? WIDE_LABEL_COLUMN : LABEL_COLUMN;
   const grouped = perGroup > 1 && perGroup < heads;
   const most = Math.max(1, Math.floor((width - label + HEAD_GAP) / (NARROWEST + HEAD_GAP)));
   let perLine = Math.ceil(heads / Math.ceil(heads / most));
@@ -208,10 +210,10 @@ function headLine(shared, from) {
 function labelColumn(shared) {
   const { context, columns, palette, studies } = shared;
   const { column } = columns;
-  const picture = newPicture(labelColumnWidth(), columnHeight(column));
+  const picture = newPicture(columns.label, columnHeight(column));
   const size = axisSize();
   const style = { size, anchor: "end", fill: palette.ink2 };
-  const right = labelColumnWidth() - 8;
+  const right = columns.label - 8;
   picture.text(right, 9, context.t("layer.queries"), style);
   picture.text(right, 22, "↓", style);
   const { text, state } = context;
@@ -364,8 +366,8 @@ function concatenation(shared, width) {
 function resultLine({ columns, palette, projected, result, studies }) {
   const line = node("div", { class: "layer-result-line" });
   if (columns.label > 0 && projected.result) {
-    const shape = newPicture(labelColumnWidth(), 24);
-    shape.text(labelColumnWidth() - 8, 14, `${studies[0].n}×${projected.result.shape[1]}`,
+    const shape = newPicture(columns.label, 24);
+    shape.text(columns.label - 8, 14, `${studies[0].n}×${projected.result.shape[1]}`,
       { size: axisSize(), anchor: "end", fill: palette.ink2 });
     line.append(pictureSvg(shape));
   }

@@ -20,15 +20,15 @@ export function quantileOf(sorted, part) {
 }
 
 /**
- * Of each step the quantiles of the heads and the worst head.
+ * Of each step the quantiles of the heads, the worst head and the largest number.
  *
  * @param {Float32Array} data  (steps, heads)
- * @returns {{bands: number[][], worst: number[], at: number[]}}  bands by quantile; at: the column,
- *     −1 where no head has a number
+ * @returns {{bands: number[][], worst: number[], at: number[], most: number[]}}  bands by quantile;
+ *     at: the column, −1 where no head has a number; most: the largest finite one, else 0
  */
 export function stepsSummed(data, heads, low) {
   const steps = data.length / heads;
-  const found = { bands: QUANTILES.map(() => []), worst: [], at: [] };
+  const found = { bands: QUANTILES.map(() => []), worst: [], at: [], most: [] };
   for (let i = 0; i < steps; i++) {
     const row = data.subarray(i * heads, (i + 1) * heads);
     const sorted = [...row].filter((x) => !Number.isNaN(x)).sort((x, y) => x - y);
@@ -36,6 +36,7 @@ export function stepsSummed(data, heads, low) {
     const worst = low ? sorted[0] : sorted.at(-1);
     found.worst.push(worst ?? NaN);
     found.at.push(worst === undefined ? -1 : row.indexOf(worst));
+    found.most.push(sorted.findLast(Number.isFinite) ?? 0);
   }
   return found;
 }
@@ -114,7 +115,7 @@ export function grownLine(line, told) {
     if (known === undefined) continue;
     const more = stepsSummed(after.values[name], heads, low);
     arrays.summed[name] = { worst: taken(known.worst, more.worst), at: taken(known.at, more.at),
-      bands: known.bands.map((x, j) => taken(x, more.bands[j])) };
+      most: taken(known.most, more.most), bands: known.bands.map((x, j) => taken(x, more.bands[j])) };
   }
   const alarms = [...line.alarms.filter((x) => !replaced.has(x.step)), ...told.alarms]
     .sort((x, y) => x.step - y.step);

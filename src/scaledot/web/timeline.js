@@ -383,9 +383,8 @@ function gridOf(view) {
   const { t, set, state } = context;
   const columns = columnsOf(line);
   const most = Math.max(...line.layers.map((x) => x.heads));
-  const finite = [...summed.data].filter(Number.isFinite);
   // One range for all steps: colours do not change their meaning while the slider moves.
-  const range = finite.reduce((x, y) => Math.max(x, y), 0) || 1;
+  const range = summed.most.reduce((x, y) => Math.max(x, y), 0) || 1;
   const colour = (value) => (name === "score_var_within"
     ? rampOf("signed", context.theme).hex[Math.round(128 * (1 + variancePart(value)))]
     : rampOf("weights", context.theme).hex[Math.max(0, Math.min(256,
@@ -402,8 +401,9 @@ function gridOf(view) {
   row({ "aria-hidden": "true" }, node("div"), Array.from({ length: most }, (_, h) =>
     node("div", { class: "timeline-head" }, most <= NUMBERED_CELLS || h % 4 === 0 ? h : "")));
   line.layers.forEach((layer, l) => {
+    const first = columns.findIndex((x) => x.layer === l);
     const cells = Array.from({ length: layer.heads }, (_, h) => {
-      const i = columns.findIndex((x) => x.layer === l && x.head === h);
+      const i = first + h;
       const value = summed.data[place * columns.length + i];
       const words = Number.isNaN(value) ? "–" : cellFigure(value, narrow);
       // The name holds the figure as it is seen; pointing adds digits.
