@@ -319,6 +319,8 @@ def test_alarms_are_reached_by_touch_and_by_a_pointer_nearby(opened, blown_up):
     page.touchscreen.tap(strip["x"] + at[3] + 4, strip["y"] + 6)
     until_state(page, step="4")
     assert page.inner_text(".timeline-tip").startswith("Step 4: ")
+    page.touchscreen.tap(strip["x"] + 8, strip["y"] - 80)
+    page.wait_for_selector(".timeline-tip", state="hidden")
     wide = opened(blown_up, offline=True, expects=".timeline-cell")
     strip = wide.locator(".timeline-marks").bounding_box()
     at = wide.evaluate("[...document.querySelectorAll('.timeline-marks button')].map(x => "

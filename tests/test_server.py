@@ -376,6 +376,7 @@ def test_a_form_is_no_json(client):
         ("/api/texts/t1_run/layers/4", 404),
         ("/api/texts/t77/heads/0/0", 410),
         ("/api/texts/t77", 410),
+        ("/api/timeline?after=x.1", 404),
         ("/api/nothing", 404),
         ("/docs", 404),
         ("/redoc", 404),

@@ -66,7 +66,7 @@ export function renderTimeline(root, context, problem) {
   showStep(view, view.place);
   built.band.replaceChildren(
     t(line.alarms.length ? "timeline.band_alarms" : "timeline.band"),
-    built.chart.log ? ` · ${t("timeline.log")}` : "");
+    built.chart.log ? `${context.language === "ja" ? "、" : " · "}${t("timeline.log")}` : "");
   showSlider(view);
   showMarks(view);
   showAlarms(view);
@@ -98,11 +98,6 @@ function builtIn(root) {
     built.slider.setAttribute("aria-valuetext", number(line.steps[at]));
     context.set({ step: line.steps[at] }, "drag");
     showStep(built.view, at);
-  });
-  // The view is told of a step that was chosen once it is.
-  built.slider.addEventListener("change", () => {
-    const { context, line } = built.view;
-    context.set({ step: line.steps[Number(built.slider.value)] }, "replace");
   });
   built.picture.addEventListener("click", (event) => {
     const x = event.clientX - built.picture.getBoundingClientRect().left;
@@ -324,9 +319,11 @@ function listenToMarks(built, over) {
   marks.addEventListener("focusout", () => setTimeout(left));
   // The buttons are narrower than a finger: the strip is touched, the nearest of them is meant.
   marks.addEventListener("click", (event) => {
-    if (event.target !== marks || nearest(event) < 0) return;
-    showTip(built, nearest(event));
-    chooseAlarm(built.view.context, built.chart.groups[nearest(event)].alarms[0]);
+    const at = event.target === marks ? nearest(event) : -1;
+    if (at < 0) return;
+    // With the focus it says what it says until something else is touched.
+    marks.children[at].focus({ preventScroll: true });
+    chooseAlarm(built.view.context, built.chart.groups[at].alarms[0]);
   });
   marks.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !tip.hidden) {
