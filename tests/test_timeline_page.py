@@ -88,7 +88,7 @@ def test_a_cause_goes_as_numbers_and_its_sentence_only_where_they_are_missing(tm
         ({"scale": "x"}, "scale is no number"),
         ({"scale": "Infinity"}, "scale is not finite"),
         ({"now": {"key": "NaN"}}, "key is not finite"),
-        ({"now": {"value": 1.0}}, "now holds other factors than query, key, alignment"),
+        ({"now": {"value": 1.0}}, "now holds other factors than scale, query, key, alignment"),
         ({"grown": 3}, "grown holds other factors"),
         ({"grown": {"key": 1.0}}, "grown since no step"),
     ],

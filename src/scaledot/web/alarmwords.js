@@ -40,7 +40,8 @@ function causeWords({ t, language }, { cause }) {
   }
   const [comma, semicolon] = language === "ja" ? ["、", "。"] : [", ", "; "];
   const each = (factors, norm, alignment) => Object.entries(factors).map(([name, x]) =>
-    t(name in NORMS ? norm : alignment, { name: NORMS[name], x: runNumber(x, 3) })).join(comma);
+    t(name === "scale" ? "timeline.scale_times" : name in NORMS ? norm : alignment,
+      { name: NORMS[name], x: runNumber(x, 3) })).join(comma);
   const parts = [
     scale === undefined ? null : t("timeline.cause_scale", { x: runNumber(scale, 3) }),
     grown && t("timeline.cause_grown", { step: since,
