@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import scaledot
-from scaledot import ScaledotError, auditing, moments, roles, whatif
+from scaledot import ScaledotError, auditing, gathered, moments, roles, whatif
 from scaledot.heads import merge
 from scaledot.loading import load, sample_text
 
@@ -77,7 +77,7 @@ def test_the_theory_row_is_a_seeded_simulation(report, sample):
 )
 def test_the_expected_maximum_is_that_of_normal_order_statistics(count, expected):
     # E max of n draws: David & Nagaraja 2003, Order Statistics, table of normal scores.
-    assert auditing._expected_maximum(count) == pytest.approx(expected, abs=4e-3)
+    assert gathered._expected_maximum(count) == pytest.approx(expected, abs=4e-3)
 
 
 def test_long_texts_are_cut_into_windows_of_the_context(sample):

@@ -33,7 +33,7 @@ _WHERE = {
     "Event": "alarms",
     "qk_clip": "clipping",
     "audit": "auditing",
-    "Audit": "auditing",
+    "Audit": "gathered",
     "check": "conformance",
     "future_leak": "leakage",
     "document_leak": "leakage",
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from scaledot import losses as losses
     from scaledot.alarms import Alarm as Alarm
     from scaledot.alarms import Event as Event
-    from scaledot.auditing import Audit as Audit
     from scaledot.auditing import audit as audit
     from scaledot.clipping import qk_clip as qk_clip
     from scaledot.conformance import check as check
     from scaledot.dispatch import attention as attention
     from scaledot.dispatch import row_stats as row_stats
+    from scaledot.gathered import Audit as Audit
     from scaledot.heads import HeadStats as HeadStats
     from scaledot.leakage import Leak as Leak
     from scaledot.leakage import document_leak as document_leak

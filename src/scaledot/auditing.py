@@ -5,122 +5,33 @@ Each window of text is one forward pass under `observe`; head statistics are kep
 
 from __future__ import annotations
 
-import math
-import os
-import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from scaledot import ScaledotError, prefill
-from scaledot import heads as head_stats
-from scaledot.diagnose import findings
-from scaledot.findings import Finding, Head, Layer, architecture_of, heads_of, layers_of
-from scaledot.heads import SATURATED, HeadStats
+from scaledot.gathered import Audit, Gathered, conclude, name_of, subject_of
+from scaledot.heads import HeadStats
 from scaledot.leakage import resting
 from scaledot.mask_check import MaskFacts
 from scaledot.observation import observe
-from scaledot.parts import NOT_IN_PARTS
 from scaledot.roles import delimiters
 from scaledot.trials import Trials, try_out
 from scaledot.windows import (
     arguments,
     check_context,
-    config_number,
+    check_reads_text,
     context_of,
     encode,
     has_vocabulary,
-    made_for,
     windows_of,
 )
 
 if TYPE_CHECKING:
     from scaledot.exploring import Reading
-
-SEED = 20260714
-
-
-@dataclass(frozen=True)
-class Theory:
-    """What independent N(0, 1) scores would give under the same masks: a seeded simulation.
-
-    keys exp(mean entropy); saturated share of rows; gradient mean Σp(1−p); largest the expected
-    maximum of all scores. uniform_keys and uniform_gradient are those of equal weights.
-    """
-
-    keys: float
-    saturated: float
-    gradient: float
-    largest: float
-    uniform_keys: float
-    uniform_gradient: float
-
-
-@dataclass(frozen=True, eq=False)
-class Audit:
-    """What an audit found. `heads` has a `Head` a head, `findings` what they say, `stats` the sums
-    behind them; `complete` is False if it was stopped early, and the numbers are then exact for
-    what was done. Printing it gives the terminal's table."""
-
-    model: Mapping[str, Any]
-    text: Mapping[str, Any]
-    run: Mapping[str, Any]
-    theory: Theory | None
-    layers: tuple[Layer, ...]
-    heads: tuple[Head, ...]
-    findings: tuple[Finding, ...]
-    checked: tuple[tuple[str, str], ...]
-    stats: Mapping[str, HeadStats] = field(repr=False)
-    complete: bool = True
-    example: Reading | None = field(default=None, repr=False)
-
-    def save(self, path: str | os.PathLike[str]) -> int:
-        """Write the audit as JSON, or as a page where the path ends in .html; whole or not at all.
-        Return its size in bytes.
-
-        Raises: ScaledotError if the file cannot be written.
-        """
-        if os.fspath(path).lower().endswith((".html", ".htm")):
-            return self.to_html(path)
-        from scaledot.document import audit_document, dump
-
-        again = {"audit": f"scaledot audit {shlex.quote(os.fspath(path))}"}
-        data = dump(audit_document(self, again))
-        head_stats.write(path, data)
-        return len(data)
-
-    def to_html(self, path: str | os.PathLike[str]) -> int:
-        """Write the audit as one page that needs nothing else, and return its size in bytes.
-
-        Raises: ScaledotError if the file cannot be written, or the audit has no example.
-        """
-        from scaledot.page_document import report_document
-        from scaledot.report import page
-
-        data = page(report_document(self)).encode()
-        head_stats.write(path, data)
-        return len(data)
-
-    def _repr_html_(self) -> str:
-        from scaledot.page_document import FRAMED, report_document
-        from scaledot.report import frame
-
-        document = report_document(self, budget=FRAMED)
-        return frame(document, f"scaledot: audit of {self.model['name']}")
-
-    def __str__(self) -> str:
-        from scaledot.document import audit_document
-        from scaledot.terminal import audit_text
-
-        return audit_text(audit_document(self))
-
-    def __repr__(self) -> str:
-        found = len(self.findings)
-        return f"<Audit of {self.model['name']}: {len(self.heads)} heads, {found} findings>"
 
 
 def audit(
@@ -170,12 +81,7 @@ def audit(
         check_context(model, context)
     limit = context or context_of(model, tokenizer)
     windows = list(windows_of(texts, tokenizer, limit, max_tokens))
-    reads = getattr(model, "main_input_name", "input_ids")
-    if reads not in windows[0] and reads != "input_ids":
-        raise ScaledotError(
-            f"the model ({type(model).__name__}) reads {reads}, not text: observe(model) takes any "
-            "inputs"
-        )
+    check_reads_text(model, windows[0])
     wanted = None if layers is None else set(layers)
     if wanted is not None and not wanted:
         raise ValueError("layers is empty: pass None for all of them")
@@ -189,7 +95,7 @@ def audit(
     unobserved: list[str] = []
     masks: dict[str, MaskFacts] = {}
     trials = Trials()
-    example = _example(model, tokenizer, texts, windows[0], name)
+    example = example_of(model, tokenizer, texts, windows[0], name)
     marks = delimiters(tokenizer) if not quick and has_vocabulary(tokenizer) else None
     try:
         with resting(model), observe(model, full=not quick, delimiters=marks) as seen:
@@ -210,75 +116,21 @@ def audit(
         if done == len(windows):
             trials = Trials(untried=(("a token changed", "not tried: stopped before it"),))
     seconds = time.perf_counter() - started
-
-    config = getattr(model, "config", None)
-    places = layers_of(calls, kept, model)
-    if wanted is not None:
-        absent = wanted - {x.index for x in places}
-        if absent:
-            raise ScaledotError(
-                f"no layer {min(absent)}: this model has layers 0 to {len(places) - 1}"
-            )
-        places = [x for x in places if x.index in wanted]
-    heads = [
-        replace(h, prefix_matching=trials.matched.get(x.path, {}).get(h.head))
-        for x in places
-        for h in heads_of(kept[x.path], x.index)
-    ]
-    d_model = config_number(config, "hidden_size", "d_model", "n_embd")
-    found, clear = findings(heads, places, d_model, masks, trials.leaks)
-    clear += trials.untried
-    stats = {x.path: kept[x.path] for x in places}
-    first = next(iter(calls.values()))
-    longest = max(w["input_ids"].shape[-1] for w in windows[:done])
-    made = made_for(model)
-    return Audit(
-        model={
-            "name": name or name_of(model),
-            "architecture": architecture_of(model, places, masks),
-            "layers": len(places),
-            "heads": places[0].heads,
-            "kv_heads": places[0].kv_heads,
-            "d_k": places[0].d_k,
-            "d_model": d_model,
-            "shares_weights": any("[" in x.path for x in places),
-            "context": limit,
-            "unobserved": unobserved,
-        },
-        text={
-            "texts": len([t for t in texts if t.strip()]),
-            "windows": done,
-            "tokens": tokens,
-            "context": limit,
-            "longest": longest,
-            "beyond": made if made is not None and longest > made else None,
-            "chunk": chunk,
-            "left_out": [] if chunk is None else list(NOT_IN_PARTS),
-            "attention": _attention_kind(places, stats[places[0].path], windows[:done]),
-            "scores": int(stats[places[0].path].scaled.count.max()),
-            "planned": len(windows),
-        },
-        run={
-            "kernel": first.kernel,
-            "dtype": str(next((p.dtype for p in model.parameters()), torch.float32)).split(".")[-1],
-            "device": str(device),
-            "threads": torch.get_num_threads() if device.type == "cpu" else None,
-            "seconds": seconds,
-            "torch": torch.__version__,
-            "transformers": _version("transformers"),
-        },
-        theory=_theory(list(stats.values())),
-        layers=tuple(places),
-        heads=tuple(heads),
-        findings=tuple(found),
-        checked=tuple(clear),
-        stats=stats,
-        complete=complete,
-        example=example,
+    subject = subject_of(
+        model, calls, kept, masks, trials, name=name, context=limit, chunk=chunk,
+        unobserved=unobserved,
+    )  # fmt: skip
+    lengths = [w["input_ids"].shape[-1] for w in windows[:done]]
+    gathered = Gathered(
+        kept, masks, texts=len([t for t in texts if t.strip()]), windows=done, tokens=tokens,
+        pairs=sum(n * n for n in lengths), longest=max(lengths), seconds=seconds,
+    )  # fmt: skip
+    return conclude(
+        subject, gathered, layers=wanted, planned=len(windows), complete=complete, example=example
     )
 
 
-def _example(
+def example_of(
     model: Any, tokenizer: Any, texts: Sequence[str], window: Mapping[str, Tensor],
     name: str | None,
 ) -> Reading | None:  # fmt: skip
@@ -294,86 +146,6 @@ def _example(
         return excerpt(explorer, window, example_length(explorer.packed))
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None
-
-
-def _attention_kind(
-    layers: Sequence[Layer], stats: HeadStats, windows: Sequence[Mapping[str, Tensor]]
-) -> str:
-    """What the first layer's queries see: "full" only if nothing is hidden."""
-    kinds = {x.causal for x in layers}
-    if len(kinds) > 1:
-        return "mixed"
-    if kinds.pop():
-        return "causal"
-    pairs = sum(w["input_ids"].shape[-1] ** 2 for w in windows)
-    return "full" if int(stats.scaled.count.max()) >= pairs else "masked"
-
-
-def name_of(model: Any) -> str:
-    path = getattr(getattr(model, "config", None), "_name_or_path", "") or ""
-    return os.path.basename(os.path.normpath(path)) if path else type(model).__name__
-
-
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _theory(stats: Sequence[HeadStats]) -> Theory | None:
-    """Simulate N(0, 1) scores for rows that see as many keys as the model's rows did."""
-    lengths = _lengths(stats)
-    if not lengths:
-        return None
-    rows = sum(lengths.values())
-    generator = torch.Generator().manual_seed(SEED)
-    entropy = gradient = saturated = uniform_entropy = inverse = 0.0
-    several = sum(c for n, c in lengths.items() if n > 1)
-    for n, count in lengths.items():
-        weight = count / rows
-        uniform_entropy += weight * math.log(n)
-        inverse += weight / n
-        if n == 1:
-            continue
-        trials = min(max(2**21 // n, 16), max(64, round(2**14 * weight)))
-        scores = torch.randn(trials, n, generator=generator)
-        p = scores.softmax(-1)
-        top = scores.amax(-1)
-        rest = (scores - top[:, None]).exp().sum(-1) - 1
-        entropy += weight * float((scores.logsumexp(-1) - (p * scores).sum(-1)).mean())
-        gradient += weight * float((1 - p.square().sum(-1)).mean())
-        saturated += (
-            count / several * float((rest <= math.exp(-SATURATED["bfloat16"])).float().mean())
-        )
-    pairs = max(int(s.scaled.count.max()) for s in stats)
-    return Theory(
-        math.exp(entropy), saturated, gradient, _expected_maximum(pairs),
-        math.exp(uniform_entropy), 1 - inverse,
-    )  # fmt: skip
-
-
-def _lengths(stats: Sequence[HeadStats]) -> dict[int, int]:
-    """How many rows saw how many keys, to the resolution of the histogram (exact up to 64)."""
-    histogram = sum(s.measures["visible"].histogram.sum(0) for s in stats)
-    assert isinstance(histogram, Tensor)
-    edges = head_stats.EDGES["visible"]
-    result: dict[int, int] = {}
-    for i in histogram.nonzero()[:, 0].tolist():
-        low, high = edges[i - 1], edges[i] if i < len(edges) else edges[-1]
-        n = int(low) if low < 64 else round(float((low + high) / 2))
-        result[n] = result.get(n, 0) + int(histogram[i])
-    return result
-
-
-def _expected_maximum(count: int) -> float:
-    """E max of `count` independent N(0, 1) draws, by the quantiles of the maximum."""
-    u = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096
-    # 1 − u^(1/count), without rounding to 0 for large counts.
-    upper = -torch.expm1(u.log() / max(count, 1))
-    return float(-torch.special.ndtri(upper).mean())
 
 
 def trace_head(

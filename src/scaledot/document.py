@@ -18,9 +18,9 @@ from scaledot.scales import rule
 from scaledot.whatif import CAVEAT
 
 if TYPE_CHECKING:
-    from scaledot.auditing import Audit
     from scaledot.conformance import Report
     from scaledot.findings import Head, Layer
+    from scaledot.gathered import Audit
     from scaledot.heads import HeadStats
     from scaledot.lab.results import Result, Value
     from scaledot.observation import Observation

@@ -21,9 +21,9 @@ from scaledot.loading import EMBEDDED
 from scaledot.scales import rule
 
 if TYPE_CHECKING:
-    from scaledot.auditing import Audit
     from scaledot.exploring import Reading, Seen
     from scaledot.findings import Head
+    from scaledot.gathered import Audit
 
 
 def explore_document(

@@ -44,6 +44,16 @@ def check_context(model: Any, context: int) -> None:
                 )
 
 
+def check_reads_text(model: Any, window: Mapping[str, Tensor]) -> None:
+    """Raises: ScaledotError for a model whose first input no tokenizer gives."""
+    reads = getattr(model, "main_input_name", "input_ids")
+    if reads not in window and reads != "input_ids":
+        raise ScaledotError(
+            f"the model ({type(model).__name__}) reads {reads}, not text: observe(model) takes any "
+            "inputs"
+        )
+
+
 def windows_of(
     texts: Sequence[str], tokenizer: Any, context: int | None, max_tokens: int | None
 ) -> Iterator[dict[str, Tensor]]:
