@@ -494,11 +494,16 @@ def _merge_pairs(a: Pairs, b: Pairs) -> Pairs:
     )
 
 
-def packed(modules: Mapping[str, HeadStats]) -> bytes:
-    """The statistics of several modules as the bytes of a safetensors file."""
+def packed(
+    modules: Mapping[str, HeadStats],
+    also: Mapping[str, Tensor] | None = None,
+    meta: Mapping[str, str] | None = None,
+) -> bytes:
+    """The statistics of several modules as the bytes of a safetensors file, which may hold other
+    tensors and metadata also."""
     from safetensors.torch import save as dump
 
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = dict(also or {})
     about = {}
     for module, s in modules.items():
         about[module] = {"kv_heads": s.kv_heads, "d_k": s.d_k, "scale": [repr(x) for x in s.scale]}
@@ -512,7 +517,20 @@ def packed(modules: Mapping[str, HeadStats]) -> bytes:
                 tensors[f"{module}|measure|{measure}|{name}"] = x
     # safetensors wants memory of its own for each tensor.
     tensors = {name: x.clone().contiguous() for name, x in tensors.items()}
-    return dump(tensors, {"format": FORMAT, "modules": json.dumps(about)})
+    return dump(tensors, {"format": FORMAT, "modules": json.dumps(about), **(meta or {})})
+
+
+def parsed(data: bytes, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors, metadata) of a safetensors file. Raises: ScaledotError where it is none."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load as parse
+
+    try:
+        tensors = parse(data)
+        size = int.from_bytes(data[:8], "little")
+        return tensors, json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    except (SafetensorError, ValueError) as error:
+        raise ScaledotError(f"cannot read {name}: {error}") from None
 
 
 def unpacked(data: bytes, name: str = "this") -> dict[str, HeadStats]:
@@ -520,20 +538,23 @@ def unpacked(data: bytes, name: str = "this") -> dict[str, HeadStats]:
 
     Raises: ScaledotError for anything else.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load as parse
+    return modules_of(*parsed(data, name), name)
 
-    try:
-        tensors = parse(data)
-        size = int.from_bytes(data[:8], "little")
-        meta = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-    except (SafetensorError, ValueError) as error:
-        raise ScaledotError(f"cannot read {name}: {error}") from None
+
+def modules_of(
+    tensors: Mapping[str, Tensor], meta: Mapping[str, str], name: str
+) -> dict[str, HeadStats]:
+    """`unpacked` of what `parsed` gave. Raises: ScaledotError where it is something else."""
     if meta.get("format") != FORMAT:
         raise ScaledotError(f"{name} holds no head statistics of this version")
+    of: dict[str, dict[str, Tensor]] = {}
+    for key, x in tensors.items():
+        module, bar, rest = key.partition("|")
+        if bar:  # or it is something that came also
+            of.setdefault(module, {})[rest] = x
     try:
         return {
-            module: _module(module, about, tensors)
+            module: _module(about, of.get(module, {}))
             for module, about in json.loads(meta["modules"]).items()
         }
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -547,33 +568,37 @@ def save(path: str | os.PathLike[str], modules: Mapping[str, HeadStats]) -> None
 
 def load(path: str | os.PathLike[str]) -> dict[str, HeadStats]:
     """Read what `save` wrote, bit for bit. Raises ScaledotError for anything else."""
+    return unpacked(read(path), os.fspath(path))
+
+
+def read(path: str | os.PathLike[str]) -> bytes:
+    """A file's bytes. Raises: ScaledotError saying why it cannot be read."""
     try:
-        data = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except FileNotFoundError:
         raise ScaledotError(f"no file {path}") from None
     except OSError as error:
         raise ScaledotError(f"cannot read {path}: {error}") from None
-    return unpacked(data, os.fspath(path))
 
 
-def _module(module: str, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> HeadStats:
-    def part(prefix: str) -> dict[str, Tensor]:
-        start = f"{module}|{prefix}|"
-        return {name[len(start) :]: x for name, x in tensors.items() if name.startswith(start)}
-
-    counts = part("counts")
+def _module(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> HeadStats:
+    parts: dict[str, dict[str, Tensor]] = {"counts": {}, "scaled": {}, "raw": {}}
+    measures: dict[str, dict[str, Tensor]] = {}
+    for key, x in tensors.items():
+        *kind, name = key.split("|")
+        if kind[0] == "measure":
+            measures.setdefault(kind[1], {})[name] = x
+        else:
+            parts[kind[0]][name] = x
     low, high = map(float, about["scale"])
     return HeadStats(
         about["kv_heads"],
         about["d_k"],
         (low, high),
-        {name: counts[name] for name in COUNTS},
-        Pairs(**part("scaled")),
-        Pairs(**part("raw")),
-        {
-            name: Measure(**part(f"measure|{name}"))
-            for name in sorted({n.split("|")[0] for n in part("measure")})
-        },
+        {name: parts["counts"][name] for name in COUNTS},
+        Pairs(**parts["scaled"]),
+        Pairs(**parts["raw"]),
+        {name: Measure(**measures[name]) for name in sorted(measures)},
     )
 
 
@@ -583,7 +608,8 @@ def is_special(path: Path) -> bool:
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file, then rename it into place: a failure never spoils an older file.
+    """Write a file, then rename it into place: a failure never spoils an older file, and neither
+    does a power cut, for all of it is on the disk before it has the name.
 
     What is no file (a pipe, /dev/null) is written to: renamed over, it would be gone.
 
@@ -596,10 +622,22 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
             target.write_bytes(data)
             return
         partial.write_bytes(data)
+        _settle(partial)
         partial.replace(target)
+        with contextlib.suppress(OSError):  # some systems let no folder be opened
+            _settle(target.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise ScaledotError(
             f"cannot write {target}: {(error.strerror or str(error)).lower()}"
         ) from None
+
+
+def _settle(path: Path) -> None:
+    """Return once the disk has what is there."""
+    file = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
