@@ -12,7 +12,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from scaledot import ScaledotError, __version__, cli_audit, cli_check, cli_explore, cli_lab
+from scaledot import (
+    ScaledotError,
+    __version__,
+    cli_audit,
+    cli_check,
+    cli_corpus,
+    cli_explore,
+    cli_lab,
+)
 from scaledot.options import (
     Ascii,
     Color,
@@ -38,6 +46,7 @@ Usage: scaledot COMMAND [OPTIONS]
 
   audit    every head of a trained model, on your text
   trace    one head on one sentence, stage by stage
+  merge    add up the states of audits of a corpus
   explore  a page of your model and your sentence, every head and stage
   check    is this attention function right?
   lab      seeded experiments, theory beside estimate
@@ -83,6 +92,7 @@ app = typer.Typer(cls=_Group, rich_markup_mode=None, pretty_exceptions_enable=Fa
 app.add_typer(cli_lab.app, name="lab")
 for name, of in (("audit", cli_audit), ("explore", cli_explore), ("check", cli_check)):
     app.command(name, cls=Command, help=of.HELP)(getattr(of, name))
+app.command("merge", cls=Command, help=cli_corpus.MERGE_HELP)(cli_corpus.merge)
 
 # typer brings its own copy of click, older ones the real one: take the class from what it exports.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

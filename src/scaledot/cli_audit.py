@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from scaledot import ScaledotError
+from scaledot import ScaledotError, cli_corpus
 from scaledot.options import (
     Ascii,
     Color,
@@ -34,16 +36,24 @@ from scaledot.options import (
 HELP = """\
 Usage: scaledot audit [MODEL] [OPTIONS]
 MODEL: folder, hub id, .gguf or saved audit.json; default: the embedded sample;
-       or the .jsonl file of a Monitor: a training run, step by step
+       or the .jsonl file of a Monitor: a training run, step by step;
+       or the .safetensors file of --state: what it has counted so far
 
 Text     --text "…"   --file PATH (- is stdin)   --lines   --max-tokens N
+Corpus   --file 'PATTERN'      of .jsonl, .parquet, .txt, also .gz, or a folder
+                               that datasets saved
+         --field NAME          where the text is [text]
+         --state PATH          what is counted, saved every minute: the same
+                               command goes on, after a kill too
+         --bad-lines stop|skip [stop]
+         --engine ray          over a Ray cluster   --workers N
 Show     --show after|within|keys|saturated|gradient|largest|first|induction|
                 excess [after]
          --table   --head L.H   --layers 0-3,7
 Run      --context N           tokens at once, for the model's own number
          --quick               only what comes with the forward pass: no other
                                scales, fewer roles, no trials
-         --device cpu   --dtype float32   --tokenizer FOLDER
+         --device cpu   --dtype float32   --tokenizer FOLDER   --threads N
          --allow-pickle        read weights from a pickle, which can run code
          --trust-remote-code   run the code that comes with the model
 Output   --json PATH [audit.json]   - is stdout
@@ -52,6 +62,8 @@ Output   --json PATH [audit.json]   - is stdout
 
 Several --text or --file are several documents; --lines makes each line one.
 Text longer than the model's context is cut into windows, and that is said.
+torchrun -m scaledot audit … shares a corpus among processes; scaledot merge
+adds up states of several machines.
 
 Example  scaledot audit gpt2 --file corpus.txt --head 5.2
 """
@@ -74,6 +86,12 @@ def audit(
     head: Annotated[str | None, typer.Option("--head")] = None,
     layers: Annotated[str | None, typer.Option("--layers")] = None,
     quick: Annotated[bool, typer.Option("--quick")] = False,
+    state: Annotated[str | None, typer.Option("--state")] = None,
+    field: Annotated[str | None, typer.Option("--field")] = None,
+    bad_lines: Annotated[str | None, typer.Option("--bad-lines")] = None,
+    engine: Annotated[str | None, typer.Option("--engine")] = None,
+    workers: Annotated[int | None, typer.Option("--workers")] = None,
+    threads: Annotated[int | None, typer.Option("--threads")] = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     tokenizer: Tokenizer = None,
@@ -86,55 +104,112 @@ def audit(
 ) -> int:
     if model is not None and model.endswith(".jsonl") and not Path(model).is_dir():
         return _timeline(model, json, html, ascii, color)
-    json = "audit.json" if json is None else json
+    given, json = json, "audit.json" if json is None else json
     if show not in SHOW:
         raise InputError(f"no statistic {show!r}: pass one of {', '.join(SHOW)}")
     one = _head_option(head)
     some = _layers_option(layers)
     to_stdout = json == "-"
     out, err = consoles(ascii, color, to_stdout)
-    from scaledot import document, terminal
+    from scaledot import document
+    from scaledot import state as states
 
     if model is not None and model.endswith(".json") and not Path(model).is_dir():
         if html is not None:
             raise InputError("--html needs the model: a saved audit holds no query, key and value")
         doc = document.load(model)
         try:
-            _print(terminal, out, doc, show, table, one, some, _next(doc, model), None)
+            _print(
+                out, doc, show=show, table=table, head=one, layers=some, wrote=None,
+                commands=_next(doc, model),
+            )  # fmt: skip
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
             raise InputError(f"{model} is damaged: run the audit again") from None
         return 0
 
-    texts, arguments = texts_of(text, file, lines)
+    if model is not None and model.endswith(".safetensors") and states.is_state(model):
+        if html is not None:
+            raise InputError("--html needs the model: a state holds no query, key and value")
+        return _counted(model, given, out, show, table, one, some)
+
     if max_tokens is not None and max_tokens < 1:
         raise InputError(f"--max-tokens is {max_tokens}: pass at least 1")
     if context is not None and context < 1:
         raise InputError(f"--context is {context}: pass at least 1")
+    if threads is not None and threads < 1:
+        raise InputError(f"--threads is {threads}: pass at least 1")
+    corpus = cli_corpus.asked(
+        text, file, lines, state=state, field=field, bad_lines=bad_lines, engine=engine,
+        workers=workers,
+    )  # fmt: skip
     if not to_stdout:
         check_writable(Path(json))
     if html == "-":
         raise InputError("--html is -: a page goes into a file, as report.html")
     if html is not None:
         check_writable(Path(html))
-        if not to_stdout and Path(html).resolve() == Path(json).resolve():
-            raise InputError(f"--json and --html are both {html}: pass two files")
-    from scaledot import auditing
-    from scaledot.heads import write
+    named = {"--json": None if to_stdout else json, "--html": html, "--state": state}
+    places = {option: Path(x).resolve() for option, x in named.items() if x is not None}
+    for (option, a), (other, b) in combinations(places.items(), 2):
+        if a == b:
+            raise InputError(f"{option} and {other} are both {named[other]}: pass two files")
+
+    how = {
+        "tokenizer": tokenizer, "device": device, "dtype": dtype, "allow_pickle": allow_pickle,
+        "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
+    if corpus is not None:
+        job = {"context": context, "quick": quick, "max_tokens": max_tokens, "threads": threads}
+        result = cli_corpus.audit(
+            err, corpus, model, how, job, layers=some, page=html is not None
+        )  # fmt: skip
+        if isinstance(result, int):
+            return result
+        arguments = None
+    else:
+        result, arguments = _texts(
+            err, text, file, lines, model, how, max_tokens=max_tokens, context=context, layers=some,
+            quick=quick, threads=threads,
+        )  # fmt: skip
+    return _show(
+        result, out, model, arguments, json, html, show=show, table=table, head=one, layers=some
+    )
+
+
+def _texts(
+    err: Any, text: list[str] | None, file: list[str] | None, lines: bool, model: str | None,
+    how: dict[str, Any], *, threads: int | None, **what: Any,
+) -> tuple[Any, str]:  # fmt: skip
+    """(the audit of texts that fit into memory; the options that gave them)."""
+    from scaledot import auditing, terminal
     from scaledot.loading import sample_text
 
-    found = loaded(
-        err, model, tokenizer=tokenizer, device=device, dtype=dtype, allow_pickle=allow_pickle,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    texts, arguments = texts_of(text, file, lines)
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    found = loaded(err, model, **how)
     if texts is None:
         texts = [sample_text()]
         if model is not None:
             note("no text given: the embedded text is used; pass --text or --file for your own")
     with terminal.progress(err) as update:
         result = auditing.audit(
-            found.model, found.tokenizer, texts, max_tokens=max_tokens, context=context,
-            layers=some, name=found.name, quick=quick, on_progress=update,
-        )  # fmt: skip
+            found.model, found.tokenizer, texts, name=found.name, on_progress=update, **what
+        )
+    return result, arguments
+
+
+def _show(
+    result: Any, out: Any, model: str | None, arguments: str | None, json: str, html: str | None,
+    **shown: Any,
+) -> int:  # fmt: skip
+    """Say what is worth a note, write the files, print the table. arguments: the options that gave
+    the text, None for a corpus, of which no command shows one text."""
+    from scaledot import document
+    from scaledot.heads import write
+
     t = result.text
     if t["beyond"] is not None:
         note(
@@ -147,23 +222,20 @@ def audit(
             f"without {', '.join(t['left_out'])}"
         )
     if not result.complete:
-        said = (
-            f"Stopped after {t['windows']:,} of {t['planned']:,} windows. "
-            f"The table is exact for those {t['tokens']:,} tokens."
-        )
-        if t["windows"] == t["planned"]:
-            said = "Stopped during the trials that follow the text. The table is whole."
-        print(said, file=sys.stderr)
+        print(_stopped(t, arguments is None), file=sys.stderr)
     elif t["windows"] > t["texts"]:
         note(
             f"{t['tokens']:,} tokens exceed the context of {t['context']:,}: "
             f"cut into {t['windows']:,} windows"
         )
-    saved = "-" if to_stdout else json
-    doc = document.audit_document(result, commands_of(saved, model, arguments))
+    if arguments is None:
+        commands = {"audit": f"scaledot audit {shlex.quote(json)}"} if json != "-" else {}
+    else:
+        commands = commands_of(json, model, arguments)
+    doc = document.audit_document(result, commands)
     data = document.dump(doc)
     wrote, unsaved = None, None
-    if to_stdout:
+    if json == "-":
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
     else:
@@ -172,7 +244,7 @@ def audit(
             wrote = (json, len(data))
         except ScaledotError as error:  # a full disk must not take the table, too
             unsaved = error
-    _print(terminal, out, doc, show, table, one, some, _next(doc, saved), wrote)
+    _print(out, doc, commands=_next(doc, json), wrote=wrote, **shown)
     if html is not None:
         from scaledot.numerals import size
         from scaledot.page_document import report_document
@@ -184,6 +256,47 @@ def audit(
     if unsaved is not None:
         raise unsaved
     return 0 if result.complete else 130
+
+
+def _stopped(text: Mapping[str, Any], corpus: bool) -> str:
+    exact = f"The table is exact for those {text['tokens']:,} tokens."
+    if corpus:
+        return f"Stopped after {text['windows']:,} windows. {exact}"
+    if text["windows"] == text["planned"]:
+        return "Stopped during the trials that follow the text. The table is whole."
+    return f"Stopped after {text['windows']:,} of {text['planned']:,} windows. {exact}"
+
+
+def _counted(
+    name: str, json: str | None, out: Any, show: str, table: bool, head: tuple[int, int] | None,
+    layers: list[int] | None,
+) -> int:  # fmt: skip
+    """What a state has counted, without its model; saved only where a file is named."""
+    from scaledot import document, state
+    from scaledot.gathered import conclude
+    from scaledot.heads import write
+
+    if json not in (None, "-"):
+        if Path(json).resolve() == Path(name).resolve():
+            raise InputError(f"--json is {json}, the state itself: pass another file")
+        check_writable(Path(json))
+    found = state.load(name)
+    if not found.gathered.windows:
+        raise InputError(f"{name} has counted nothing yet: run the audit that writes it")
+    result = conclude(found.subject, found.gathered)
+    doc = document.audit_document(result, {"audit": f"scaledot audit {shlex.quote(name)}"})
+    data, wrote = document.dump(doc), None
+    if json == "-":
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    elif json is not None:
+        write(json, data)
+        wrote = (json, len(data))
+    _print(
+        out, doc, show=show, table=table, head=head, layers=layers, commands=_next(doc, name),
+        wrote=wrote,
+    )  # fmt: skip
+    return 0
 
 
 def _timeline(file: str, json: str | None, html: str | None, ascii: bool, color: str) -> int:
@@ -225,16 +338,11 @@ def _timeline(file: str, json: str | None, html: str | None, ascii: bool, color:
     return 0
 
 
-def _print(
-    terminal: Any, out: Any, doc: dict[str, Any], show: str, table: bool,
-    head: tuple[int, int] | None, layers: list[int] | None, commands: list[tuple[str, str]],
-    wrote: tuple[str, int] | None,
-) -> None:  # fmt: skip
+def _print(out: Any, doc: dict[str, Any], *, commands: list[tuple[str, str]], **shown: Any) -> None:
+    from scaledot import terminal
+
     try:
-        terminal.print_audit(
-            out, doc, show=show, table=table, head=head, layers=layers, next_commands=commands,
-            wrote=wrote,
-        )  # fmt: skip
+        terminal.print_audit(out, doc, next_commands=commands, **shown)
     except terminal.NotHereError as error:
         raise InputError(str(error)) from None
 

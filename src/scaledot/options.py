@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -104,7 +105,7 @@ def texts_of(
             raise InputError("--lines needs --file or --text")
         return None, ""
     if lines:
-        documents = [line for d in documents for line in d.splitlines() if line.strip()]
+        documents = [line for d in documents for line in re.split("\r?\n", d) if line.strip()]
         arguments.append("--lines")
     if not any(d.strip() for d in documents):
         raise InputError('the text is empty: pass --text "…" or --file PATH (- is standard input)')

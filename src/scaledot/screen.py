@@ -326,9 +326,11 @@ def progress_line(
     line.append(page.say("━" * full + tip), "cyan")
     line.append(page.say("─" * (cells - full - len(tip))), "dim")
     parts = [f"  {done}/{total} {unit}" if unit else f"  {share(done / total)}"] if total else []
+    if done and not total:  # how many there are is not known
+        parts = [f"  {count(done)} {unit}"]
     if tokens:
         parts += [f" · {count(tokens)} tokens", f" · {count(round(tokens / max(elapsed, 1e-9)))}/s"]
-    if done:
+    if done and total:
         left = round(elapsed / done * (total - done))
         parts.append(f" · {left // 60}:{left % 60:02} left")
     for part in parts:
