@@ -6,7 +6,7 @@ order of ranks, so that the result is the same to the bit on each; sums alone wo
 order in which a backend adds. Given the same rows as one process, counts, histograms and extremes
 are those, and moments to 1e-12.
 
-A summary takes 40 kB a head and layer with every measure, 20 kB with those of a training run, and
+A summary takes 40 kB a head and layer with every measure, 18 kB with those of a training run, and
 each rank receives those of all: docs/distributed.md.
 """
 

@@ -119,7 +119,7 @@ def run(
             share = -(-left // processes.world)
             job = replace(job, max_tokens=share + (whole.gathered.tokens if processes.first else 0))
         save = None if own is None else _saver(own, note)
-        with _interruptible():
+        with _interruptible() as deaf:
             try:
                 reader.read(
                     documents(
@@ -132,6 +132,7 @@ def run(
                 outcome.complete = False
             except ScaledotError as error:
                 outcome.failed = error
+            deaf()
             outcome.state = reader.state()
             if own is not None:
                 state.save(own, outcome.state)
@@ -267,23 +268,27 @@ def _saver(path: Path, note: Callable[[str], None]) -> Callable[[State], None]:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def _interruptible() -> Iterator[Callable[[], None]]:
     """SIGTERM, which schedulers send first, is an interrupt inside, and one interrupt is enough: a
-    second, as launchers and impatient people send, must not end the saving."""
+    second, as launchers and impatient people send, must not end the saving. What it yields makes
+    the process deaf to both before there was one."""
     kinds = (signal.SIGINT, signal.SIGTERM)
 
-    def interrupt(*_: object) -> None:
+    def deaf() -> None:
         for kind in kinds:
             signal.signal(kind, signal.SIG_IGN)
+
+    def interrupt(*_: object) -> None:
+        deaf()
         raise KeyboardInterrupt
 
     try:
         before = [signal.signal(kind, interrupt) for kind in kinds]
     except ValueError:  # not the main thread, which alone gets signals
-        yield
+        yield lambda: None
         return
     try:
-        yield
+        yield deaf
     finally:
         for kind, handler in zip(kinds, before, strict=True):
             signal.signal(kind, handler)
