@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from scaledot import head_table, numerals, screen, terminal
+from scaledot import head_grid, head_table, numerals, screen, terminal
 from scaledot.screen import Page, Screen
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -640,17 +640,17 @@ def test_undefined_numbers_are_dashes() -> None:
     assert re.search(r"^     0\.0 +–    –", table, re.M)
     assert re.search(r"^  theory +29    1\.00", table, re.M)
     for name in terminal.STATISTICS:
-        if name not in head_table.IN_PARTS:
+        if name not in head_grid.IN_PARTS:
             assert "–" in show(doc, 100, show=name)
     assert "nan" not in table.lower()
 
 
 def test_statistics_that_not_every_audit_has() -> None:
-    for name in head_table.IN_PARTS:
+    for name in head_grid.IN_PARTS:
         with pytest.raises(ValueError, match=f"no head has '{name}' here: audit without --quick"):
             small(100, show=name)
     doc = with_parts(read("audit-small"))
-    induction, excess = (show(doc, 100, show=name) for name in head_table.IN_PARTS)
+    induction, excess = (show(doc, 100, show=name) for name in head_grid.IN_PARTS)
     assert "  Weight after the same token   chance .04\n" in induction
     assert "\n    0 ·  0  ▄.37  ▆.74  ▂.11      .24\n" in induction
     assert "  · under .1   ▂▃▄▅▆▇█ from .1, .2, .3, .5, .7, .9, .99\n" in induction
@@ -659,7 +659,7 @@ def test_statistics_that_not_every_audit_has() -> None:
     assert "  ▽ above .2   · −.2 to .2   ▂▃▄▅ under −.2, −.5, −1, −2\n" in excess
     head = doc["heads"][1]
     for value, level in ((0.3, -1), (0.2, 0), (-0.2, 0), (-0.3, 1), (-0.6, 2), (-1.5, 3), (-3, 4)):
-        assert head_table._level("excess", head | {"excess": value}) == level
+        assert head_grid._level("excess", head | {"excess": value}) == level
 
 
 def test_no_heads_at_all() -> None:
@@ -732,7 +732,7 @@ def test_header_says_what_is_special() -> None:
 def test_picks_are_few_different_and_sorted(layers: int, heads: int, random: Any) -> None:
     doc = with_parts(many(layers, heads))
     random.shuffle(doc["heads"])
-    picks = head_table._picks(doc["heads"], doc["theory"]["chance"])
+    picks = head_grid._picks(doc["heads"], doc["theory"]["chance"])
     assert len(picks) <= 8
     assert len({head_table.head_label(head) for head, _ in picks}) == len(picks)
     assert all(reason for _, reason in picks)
@@ -743,7 +743,7 @@ def test_picks_are_few_different_and_sorted(layers: int, heads: int, random: Any
 
 def test_the_strongest_induction_head_is_worth_a_look() -> None:
     doc = with_parts(read("audit-small"))
-    picks = head_table._picks(doc["heads"], doc["theory"]["chance"])
+    picks = head_grid._picks(doc["heads"], doc["theory"]["chance"])
     strongest = max(
         (h for h in doc["heads"]), key=lambda h: h["roles"]["masses"][0]["mass"]
     )  # fmt: skip
@@ -751,7 +751,7 @@ def test_the_strongest_induction_head_is_worth_a_look() -> None:
     assert reasons[head_table.head_label(strongest)] == "after the same token .96"
     for head in doc["heads"]:
         head["roles"]["called"] = []
-    picks = head_table._picks(doc["heads"], doc["theory"]["chance"])
+    picks = head_grid._picks(doc["heads"], doc["theory"]["chance"])
     assert not any("same token" in reason for _, reason in picks)
 
 

@@ -2,9 +2,9 @@
 so a saved audit prints again without its model.
 
 Here are the screens of an audit: header, one head in full, findings, what to type next. Its table
-and grid are in ``head_table``, the stages of a trace in ``trace_table``, the verdict on a function
-in ``check_table``, an experiment of the laboratory in ``lab_table``, what all screens share in
-``screen``.
+is in ``head_table``, its grid in ``head_grid``, the stages of a trace in ``trace_table``, the
+verdict on a function in ``check_table``, an experiment of the laboratory in ``lab_table``, what all
+screens share in ``screen``.
 """
 
 import math
@@ -16,7 +16,8 @@ from rich.console import Console
 
 from scaledot.check_table import check_text, print_check
 from scaledot.head_file import print_head, print_measures
-from scaledot.head_table import STATISTICS, NotHereError, head_label, print_statistics
+from scaledot.head_grid import STATISTICS, NotHereError, print_statistics
+from scaledot.head_table import head_label
 from scaledot.lab_table import lab_text, print_lab
 from scaledot.numerals import count, counted, ranges, seconds, size
 from scaledot.screen import Page, Part, console, pad, printed, progress, wrap, wrap_command
