@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,10 @@ def test_a_corpus_its_state_and_the_merge_of_two(capfd):
     assert state.load("a.safetensors").gathered.texts == 6
     assert scaledot(capfd, "audit", "a.safetensors", "--head", "1.2", "--json", "b.json")[0] == 0
     assert json.loads(Path("b.json").read_text())["heads"]
+    state.save("a.rank1.safetensors", replace(state.load("a.safetensors"), part=True))
+    assert scaledot(capfd, "audit", "a.safetensors")[2] == (
+        "note: 1 more process has a part beside it, which the next run takes in\n"
+    )
     for k in range(2):
         scaledot(capfd, "audit", "--quick", "--file", f"s{k}.jsonl", "--state", f"{k}.safetensors")
     code, out, err = scaledot(
@@ -124,6 +129,7 @@ MISTAKES = {
         "heads.safetensors is not a state of this version: `audit --state` writes one; another "
         "--state begins anew"
     ),
+    ("--file", "s0.jsonl", "--layers", "9"): "no layer 9: this model has layers 0 to 3",
     ("--lines", "--state", "run.safetensors"): "--lines needs --file or --text",
     ("empty.safetensors",): (
         "empty.safetensors has counted nothing yet: run the audit that writes it"

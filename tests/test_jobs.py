@@ -175,6 +175,24 @@ def test_a_bad_line_ends_a_run_or_is_left_out_until_it_is_mended(sample, whole):
     assert_same(run(sample, "run.safetensors").state, whole)
 
 
+def test_a_model_that_fails_takes_nothing_with_it(sample, whole):
+    left = [20]
+
+    def fail(*_):
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("a kernel of the model's own")
+
+    hook = sample.model.h[2].register_forward_pre_hook(fail)
+    try:
+        found = run(sample, "run.safetensors")
+    finally:
+        hook.remove()
+    assert isinstance(found.failed, RuntimeError)
+    assert state.load("run.safetensors").gathered.windows == 18  # one tried the model
+    assert_same(run(sample, "run.safetensors").state, whole)
+
+
 def test_several_processes_give_what_one_gives(sample, whole):
     """Two, killed once, then one, then three: each goes on from what the others left."""
     started = process(ranks=2)

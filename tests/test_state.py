@@ -63,6 +63,11 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path, counted):
     assert again.subject.layers == whole.subject.layers
     assert again.subject.trials == whole.subject.trials
     assert again.counted == whole.counted
+    assert not again.part
+    assert not state.is_state(path, part=True)
+    state.save(path, replace(whole, part=True))
+    assert state.load(path).part
+    assert state.is_state(path, part=True)
     for path_, facts in whole.gathered.masks.items():
         for name, x in vars(facts).items():
             y = getattr(again.gathered.masks[path_], name)

@@ -17,9 +17,9 @@ from scaledot import (
     __version__,
     cli_audit,
     cli_check,
-    cli_corpus,
     cli_explore,
     cli_lab,
+    cli_merge,
 )
 from scaledot.options import (
     Ascii,
@@ -90,9 +90,13 @@ class _Group(TyperGroup):
 
 app = typer.Typer(cls=_Group, rich_markup_mode=None, pretty_exceptions_enable=False)
 app.add_typer(cli_lab.app, name="lab")
-for name, of in (("audit", cli_audit), ("explore", cli_explore), ("check", cli_check)):
+for name, of in (
+    ("audit", cli_audit),
+    ("merge", cli_merge),
+    ("explore", cli_explore),
+    ("check", cli_check),
+):
     app.command(name, cls=Command, help=of.HELP)(getattr(of, name))
-app.command("merge", cls=Command, help=cli_corpus.MERGE_HELP)(cli_corpus.merge)
 
 # typer brings its own copy of click, older ones the real one: take the class from what it exports.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

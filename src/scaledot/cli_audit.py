@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from scaledot import ScaledotError, cli_corpus
+from scaledot import ScaledotError, corpus_options
 from scaledot.options import (
     Ascii,
     Color,
@@ -138,7 +138,7 @@ def audit(
         raise InputError(f"--context is {context}: pass at least 1")
     if threads is not None and threads < 1:
         raise InputError(f"--threads is {threads}: pass at least 1")
-    corpus = cli_corpus.asked(
+    corpus = corpus_options.asked(
         text, file, lines, state=state, field=field, bad_lines=bad_lines, engine=engine,
         workers=workers,
     )  # fmt: skip
@@ -160,7 +160,7 @@ def audit(
     }  # fmt: skip
     if corpus is not None:
         job = {"context": context, "quick": quick, "max_tokens": max_tokens, "threads": threads}
-        result = cli_corpus.audit(
+        result = corpus_options.audit(
             err, corpus, model, how, job, layers=some, page=html is not None
         )  # fmt: skip
         if isinstance(result, int):
@@ -233,17 +233,11 @@ def _show(
     else:
         commands = commands_of(json, model, arguments)
     doc = document.audit_document(result, commands)
-    data = document.dump(doc)
     wrote, unsaved = None, None
-    if json == "-":
-        sys.stdout.buffer.write(data)
-        sys.stdout.flush()
-    else:
-        try:
-            write(json, data)
-            wrote = (json, len(data))
-        except ScaledotError as error:  # a full disk must not take the table, too
-            unsaved = error
+    try:
+        wrote = _write(json, doc)
+    except ScaledotError as error:  # a full disk must not take the table, too
+        unsaved = error
     _print(out, doc, commands=_next(doc, json), wrote=wrote, **shown)
     if html is not None:
         from scaledot.numerals import size
@@ -274,7 +268,7 @@ def _counted(
     """What a state has counted, without its model; saved only where a file is named."""
     from scaledot import document, state
     from scaledot.gathered import conclude
-    from scaledot.heads import write
+    from scaledot.jobs import parts_of
 
     if json not in (None, "-"):
         if Path(json).resolve() == Path(name).resolve():
@@ -283,18 +277,14 @@ def _counted(
     found = state.load(name)
     if not found.gathered.windows:
         raise InputError(f"{name} has counted nothing yet: run the audit that writes it")
+    if parts := len(parts_of(Path(name))):
+        have = "process has a part" if parts == 1 else "processes have parts"
+        note(f"{parts} more {have} beside it, which the next run takes in")
     result = conclude(found.subject, found.gathered)
     doc = document.audit_document(result, {"audit": f"scaledot audit {shlex.quote(name)}"})
-    data, wrote = document.dump(doc), None
-    if json == "-":
-        sys.stdout.buffer.write(data)
-        sys.stdout.flush()
-    elif json is not None:
-        write(json, data)
-        wrote = (json, len(data))
     _print(
         out, doc, show=show, table=table, head=head, layers=layers, commands=_next(doc, name),
-        wrote=wrote,
+        wrote=_write(json, doc),
     )  # fmt: skip
     return 0
 
@@ -302,7 +292,6 @@ def _counted(
 def _timeline(file: str, json: str | None, html: str | None, ascii: bool, color: str) -> int:
     """What a Monitor wrote of a training run; saved only where a file is named."""
     from scaledot import timeline
-    from scaledot.document import dump
     from scaledot.heads import write
     from scaledot.timeline_table import print_timeline
 
@@ -318,15 +307,7 @@ def _timeline(file: str, json: str | None, html: str | None, ascii: bool, color:
     out, _ = consoles(ascii, color, json == "-")
     run = timeline.read(file)
     doc = timeline.document(run, file)
-    data = dump(doc)
-    wrote = None
-    if json == "-":
-        sys.stdout.buffer.write(data)
-        sys.stdout.flush()
-    elif json is not None:
-        write(json, data)
-        wrote = (json, len(data))
-    print_timeline(out, doc, wrote=wrote)
+    print_timeline(out, doc, wrote=_write(json, doc))
     if html is not None:
         from scaledot.numerals import size
         from scaledot.report import page
@@ -336,6 +317,21 @@ def _timeline(file: str, json: str | None, html: str | None, ascii: bool, color:
         write(html, whole)
         note(f"wrote {html}, {size(len(whole))}: open it in a browser")
     return 0
+
+
+def _write(json: str | None, doc: dict[str, Any]) -> tuple[str, int] | None:
+    """Save a document, - being standard output; (file, bytes) where a file was written."""
+    from scaledot.document import dump
+    from scaledot.heads import write
+
+    data = dump(doc)
+    if json == "-":
+        sys.stdout.buffer.write(data)
+        sys.stdout.flush()
+    elif json is not None:
+        write(json, data)
+        return json, len(data)
+    return None
 
 
 def _print(out: Any, doc: dict[str, Any], *, commands: list[tuple[str, str]], **shown: Any) -> None:

@@ -214,6 +214,15 @@ def subject_of(
     )
 
 
+def layers_among(there: tuple[Layer, ...], wanted: Collection[int] | None) -> tuple[Layer, ...]:
+    """Those layers whose index is wanted, all for None. Raises: ScaledotError for one not there."""
+    if wanted is None:
+        return there
+    if absent := set(wanted) - {x.index for x in there}:
+        raise ScaledotError(f"no layer {min(absent)}: this model has layers 0 to {len(there) - 1}")
+    return tuple(x for x in there if x.index in wanted)
+
+
 def conclude(
     subject: Subject,
     gathered: Gathered,
@@ -231,13 +240,7 @@ def conclude(
 
     Raises: ScaledotError for a layer that is not there.
     """
-    places, trials = subject.layers, subject.trials
-    if layers is not None:
-        if absent := set(layers) - {x.index for x in places}:
-            raise ScaledotError(
-                f"no layer {min(absent)}: this model has layers 0 to {len(places) - 1}"
-            )
-        places = tuple(x for x in places if x.index in layers)
+    places, trials = layers_among(subject.layers, layers), subject.trials
     stats = {x.path: gathered.stats[x.path] for x in places}
     heads = [
         replace(h, prefix_matching=trials.matched.get(x.path, {}).get(h.head))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -21,6 +21,7 @@ import torch
 
 from scaledot import ScaledotError, state
 from scaledot.corpus import Source, UnreadableError, documents
+from scaledot.gathered import layers_among
 from scaledot.processes import Processes
 from scaledot.state import State
 from scaledot.streaming import EVERY, Run, begin, check_goes_on, share_of
@@ -37,7 +38,8 @@ class Job:
     """What is asked for.
 
     field: of the text. skip: leave out documents that cannot be read; without it the first ends the
-    run. path: the state's file. threads: of each process, None for those of the state or torch's.
+    run. path: the state's file. layers: those that the audit is to show, None for all. threads: of
+    each process, None for those of the state or torch's. every: seconds between two savings.
     """
 
     found: Sequence[Source]
@@ -47,6 +49,7 @@ class Job:
     context: int | None = None
     quick: bool = False
     max_tokens: int | None = None
+    layers: Collection[int] | None = None
     threads: int | None = None
     every: float = EVERY
 
@@ -63,7 +66,7 @@ class Outcome:
     complete: bool = True
     skipped: int = 0
     unreadable: list[str] = field(default_factory=list)
-    failed: ScaledotError | None = None
+    failed: Exception | None = None
 
     def leave_out(self, error: ScaledotError) -> None:
         self.skipped += 1
@@ -83,8 +86,9 @@ def run(
     """Carry out a job. loaded: model, tokenizer and name. runner: what reads documents, as
     `streaming.Run` does. note is told what is worth a line while it runs.
 
-    Raises: ScaledotError where it cannot begin: no text, a state of other settings or in use, a
-    file that cannot be written. KeyboardInterrupt before anything was counted.
+    Raises: ScaledotError where it cannot begin: no text, a layer that is not there, a state of
+    other settings or in use, a file that cannot be written. KeyboardInterrupt before anything was
+    counted.
     """
     if job.threads is not None:
         torch.set_num_threads(job.threads)
@@ -98,7 +102,9 @@ def run(
         def beginning() -> bytes:
             if own is not None:
                 context.enter_context(state.locked(own))
-            return state.packed(_beginning(job, loaded, processes))
+            found = _beginning(job, loaded, processes)
+            layers_among(found.subject.layers, job.layers)  # known now, and not after all texts
+            return state.packed(found)
 
         whole = state.unpacked(processes.from_first(beginning))
         if not processes.first:
@@ -130,7 +136,7 @@ def run(
                 )  # fmt: skip
             except KeyboardInterrupt:
                 outcome.complete = False
-            except ScaledotError as error:
+            except Exception as error:  # whatever it is, what is counted must not be lost
                 outcome.failed = error
             deaf()
             outcome.state = reader.state()
@@ -172,7 +178,7 @@ def _beginning(job: Job, loaded: Any, processes: Processes) -> State:
     if job.path is None:
         return _new(job, loaded)
     with ExitStack() as context:
-        parts = _parts(job.path)
+        parts = parts_of(job.path)
         for path, rank in parts.items():
             if rank >= processes.world:  # or a process of this run has it
                 context.enter_context(state.locked(path))
@@ -202,12 +208,12 @@ def _beginning(job: Job, loaded: Any, processes: Processes) -> State:
     return found
 
 
-def _parts(path: Path) -> dict[Path, int]:
+def parts_of(path: Path) -> dict[Path, int]:
     """The parts beside a state, and whose they are."""
     found = {}
     for x in path.parent.glob(f"{glob.escape(path.stem)}.rank*{glob.escape(path.suffix)}"):
         rank = x.name.removeprefix(f"{path.stem}.rank").removesuffix(path.suffix)
-        if rank.isdecimal() and state.is_state(x) and state.load(x).part:
+        if rank.isdecimal() and state.is_state(x, part=True):
             found[x] = int(rank)
     return dict(sorted(found.items(), key=lambda item: item[1]))
 

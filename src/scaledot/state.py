@@ -30,6 +30,8 @@ from scaledot.scales import Configured
 from scaledot.trials import Trials
 
 FORMAT = "scaledot/state 1"
+_HEAD = 100 << 20
+"""Bytes that the head of a safetensors file may have."""
 _ABOUT, _BITS = "about", "documents"
 """Tensors of bytes: a JSON text (metadata may hold less than a corpus has files), and a bit a
 document, file after file."""
@@ -188,12 +190,13 @@ def packed(state: State) -> bytes:
         "masks": {path: _of_facts(x) for path, x in state.gathered.masks.items()},
         "files": [[name, len(bits)] for name, bits in counted.bits.items()],
         "begun": [[*place, n] for place, n in counted.begun.items()],
-        "part": state.part,
     }
     also = {
         _ABOUT: _bytes(json.dumps(about).encode()), _BITS: _bytes(b"".join(counted.bits.values())),
     }  # fmt: skip
-    return heads.packed(state.gathered.stats, also, {"state": FORMAT})
+    return heads.packed(
+        state.gathered.stats, also, {"state": FORMAT} | ({"part": "yes"} if state.part else {})
+    )
 
 
 def _bytes(data: bytes) -> Tensor:
@@ -221,7 +224,7 @@ def unpacked(data: bytes, name: str = "this") -> State:
             _subject(about["subject"]),
             Gathered(stats, masks, **about["gathered"]),
             counted,
-            about["part"],
+            "part" in meta,
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ScaledotError(f"{name} is damaged: some of its facts are missing") from None
@@ -237,14 +240,16 @@ def save(path: str | os.PathLike[str], state: State) -> None:
     heads.write(path, packed(state))
 
 
-def is_state(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is one by its head; False for weights, and for what is no safetensors file."""
+def is_state(path: str | os.PathLike[str], *, part: bool = False) -> bool:
+    """Whether a file is one, or one process's part of one, by its head alone; False for weights,
+    and for what is no safetensors file."""
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            return size < 100 << 20 and f'"{FORMAT}"'.encode() in file.read(size)
-    except OSError:
+            meta = json.loads(file.read(size))["__metadata__"] if size < _HEAD else {}
+    except (OSError, ValueError, LookupError, TypeError):
         return False
+    return meta.get("state") == FORMAT and (not part or "part" in meta)
 
 
 @contextmanager
@@ -265,7 +270,7 @@ def locked(path: str | os.PathLike[str]) -> Iterator[None]:
         raise ScaledotError(
             f"{path} is in use by another run: wait, or pass another file"
         ) from None
-    except (OSError, NotImplementedError) as error:
+    except (OSError, NotImplementedError) as error:  # the second where a file system has no locks
         reason = getattr(error, "strerror", None) or str(error)
         raise ScaledotError(f"cannot lock {path}: {reason.lower()}") from None
     try:

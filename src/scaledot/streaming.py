@@ -44,8 +44,8 @@ def begin(
     name: str | None = None,
 ) -> State:  # fmt: skip
     """The state of a run that has counted nothing: what it is of, and what can be said of the model
-    before it has read anything. text: the corpus's first document, on whose first window the model
-    is tried; that counts nowhere.
+    before it has read anything. text: a document of the corpus, on whose first window the model is
+    tried; that counts nowhere.
 
     Raises: ScaledotError for a context that the model has no positions for, windows that do not fit
     into memory, or a model whose attention cannot be observed.
