@@ -28,3 +28,21 @@ def unannotated():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def force_variant(monkeypatch):
+    """Called with a variant of the native kernel: it runs until the test ends, or is skipped."""
+    from scaledot.kernels import native
+
+    def force(name):
+        monkeypatch.setenv("SCALEDOT_ISA", name)
+        native._library.cache_clear()
+        if reason := native.available():
+            pytest.skip(reason)
+        assert native.info()["isa"] == name
+
+    yield force
+    # However it ended: what this processor lacks must not be what later tests remember.
+    monkeypatch.undo()
+    native._library.cache_clear()

@@ -27,17 +27,12 @@ KERNELS = [
 
 
 @pytest.fixture(params=KERNELS)
-def kernel(request, monkeypatch):
+def kernel(request, force_variant):
     """tiled, and each variant of native that this processor runs."""
     if request.param == "tiled":
-        yield tiled
-        return
-    monkeypatch.setenv("SCALEDOT_ISA", request.param)
-    native._library.cache_clear()
-    if reason := native.available():
-        pytest.skip(reason)
-    yield native
-    native._library.cache_clear()
+        return tiled
+    force_variant(request.param)
+    return native
 
 
 def backward(

@@ -121,15 +121,10 @@ here = pytest.mark.skipif(native.available() is not None, reason=str(native.avai
 
 
 @pytest.fixture(params=["avx512", "avx2", "baseline"])
-def variant(request, monkeypatch):
+def variant(request, force_variant):
     """Each variant that this processor runs; SCALEDOT_ISA forces it."""
-    monkeypatch.setenv("SCALEDOT_ISA", request.param)
-    native._library.cache_clear()
-    if reason := native.available():
-        pytest.skip(reason)
-    assert native.info()["isa"] == request.param
-    yield request.param
-    native._library.cache_clear()
+    force_variant(request.param)
+    return request.param
 
 
 @pytest.fixture
