@@ -13,7 +13,7 @@ other operation on it finds the dense mask that eager attention would have been 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from scaledot.calls import weights
 from scaledot.checks import ScaledotError
 from scaledot.masks import Mask
-from scaledot.observation import attend, weights_wanted
+from scaledot.observation import attend, held, weights_wanted
 
 EAGER, SDPA = "scaledot_eager", "scaledot"
 """The names that stand in for a configuration's own "eager" and for anything else."""
@@ -351,15 +351,15 @@ AttentionMaskInterface.register(EAGER, _mask_function)
 @contextmanager
 def routed(model: nn.Module) -> Iterator[None]:
     """Send every attention of the model's Hugging Face parts through us; afterwards as before."""
-    before = [(config, config._attn_implementation) for config in _configs(model)]
-    try:
-        for config, name in before:
+    with ExitStack() as context:
+        for config in _configs(model):
+            name = config._attn_implementation
+            context.enter_context(
+                held(id(config), partial(setattr, config, "_attn_implementation_internal", name))
+            )
             if name not in (SDPA, EAGER):
                 config._attn_implementation_internal = EAGER if name in ("eager", None) else SDPA
         yield
-    finally:
-        for config, name in before:
-            config._attn_implementation_internal = name
 
 
 def _configs(model: nn.Module) -> list[PreTrainedConfig]:

@@ -1079,6 +1079,28 @@ def looking(model: nn.Module, seen: Observation) -> Iterator[None]:
         yield
 
 
+_HELD: dict[object, tuple[Callable[[], object], int]] = {}
+_HOLDING = threading.Lock()
+
+
+@contextmanager
+def held(setting: object, undo: Callable[[], object]) -> Iterator[None]:
+    """A setting that several observations need at a time: the last to end undoes it as the first
+    said, in whatever order they end."""
+    with _HOLDING:
+        first, holders = _HELD.get(setting, (undo, 0))
+        _HELD[setting] = first, holders + 1
+    try:
+        yield
+    finally:
+        with _HOLDING:
+            first, holders = _HELD.pop(setting)
+            if holders > 1:
+                _HELD[setting] = first, holders - 1
+            else:
+                first()
+
+
 def _from_transformers(model: nn.Module) -> bool:
     """Whether a class in the model comes from transformers, so that it is imported already."""
     return any(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from scaledot.checks import ScaledotError
 from scaledot.dispatch import attention
 from scaledot.masks import Mask
 from scaledot.multihead import torch_mask
-from scaledot.observation import attend, gradients_wanted
+from scaledot.observation import attend, gradients_wanted, held
 from scaledot.rows import RowStats
 
 
@@ -229,9 +230,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 @contextmanager
 def slow_path() -> Iterator[None]:
     """torch's fused encoder layer calls no attention function: leave it out."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
+    fast = torch.backends.mha
+    with held(fast, partial(fast.set_fastpath_enabled, fast.get_fastpath_enabled())):
+        fast.set_fastpath_enabled(False)
         yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
