@@ -1179,7 +1179,6 @@ def test_observations_may_end_in_any_order() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-
 def test_a_model_that_shares_a_configuration_is_not_recorded() -> None:
     model = llama()
     other = type(model)(model.config)

@@ -144,7 +144,7 @@ def where(look: Look) -> dict[str, str]:
 
 
 @dataclass(frozen=True, eq=False)
-class Counted:
+class Histogram:
     """How many values lie between finite edges that rise, one count less than edges; their sum and
     the sum of their squares."""
 
@@ -159,8 +159,8 @@ class Drawn:
     """What is drawn of one watched value: every head's number, the rows of the worst head, and a
     picture, layers downwards and heads to the right."""
 
-    heads: Counted
-    worst_rows: Counted
+    heads: Histogram
+    worst_rows: Histogram
     picture: np.ndarray
 
 
@@ -188,16 +188,16 @@ _LARGEST = sys.float_info.max / 4
 """Stands for infinity, which is no edge: the distance of any two is a number."""
 
 
-def _heads(values: np.ndarray) -> Counted:
+def _heads(values: np.ndarray) -> Histogram:
     # What trackers count by themselves they refuse to where no bin is wide enough: 1e22 on its own.
     inside = values.clip(-_LARGEST, _LARGEST)
     edges = np.unique(np.linspace(*_apart(inside.min(), inside.max()), BINS + 1))
     counts = np.histogram(inside, edges)[0]
     with np.errstate(over="ignore", invalid="ignore"):  # ∞ − ∞ is NaN, as it should be
-        return Counted(counts, edges, float(values.sum()), float(np.square(values).sum()))
+        return Histogram(counts, edges, float(values.sum()), float(np.square(values).sum()))
 
 
-def _rows(measure: Measure, edges: np.ndarray) -> Counted:
+def _rows(measure: Measure, edges: np.ndarray) -> Histogram:
     """The bins of one head that hold any rows, neighbours joined so that they are `MOST_BINS` at
     most, the outer two closed by the extremes."""
     counts = measure.histogram[0].numpy()
@@ -210,7 +210,7 @@ def _rows(measure: Measure, edges: np.ndarray) -> Counted:
                  for x in (measure.minimum, measure.maximum))  # fmt: skip
     _, high = _apart(inner[-1] if len(inner) else low, high)
     n, mean, m2 = int(measure.count), float(measure.mean), float(measure.m2)
-    return Counted(counts, np.concatenate([[low], inner, [high]]), n * mean, m2 + n * mean * mean)
+    return Histogram(counts, np.concatenate([[low], inner, [high]]), n * mean, m2 + n * mean * mean)
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
