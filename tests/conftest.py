@@ -1,5 +1,7 @@
 """Every test runs the package's shape annotations, with fixed seeds, on one thread."""
 
+import re
+
 import jaxtyping
 import pytest
 import torch
@@ -10,6 +12,22 @@ pytest_plugins = ["browsing"]
 
 # An int is a float to whoever calls, so it is to the type checker.
 typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))
+where_shapes_are = jaxtyping.jaxtyped
+
+
+def jaxtyped(*, typechecker):
+    """The import hook's decorator, where an annotation has a shape; the others are for mypy: to run
+    them too takes longer than the tests."""
+    decorate = where_shapes_are(typechecker=typechecker)
+
+    def decorated(x):
+        hints = " ".join(map(str, x.__annotations__.values()))
+        return decorate(x) if re.search(r"(Bool|Float|Int|Num|UInt8)\[", hints) else x
+
+    return decorated
+
+
+jaxtyping.jaxtyped = jaxtyped
 jaxtyping.install_import_hook("scaledot", "conftest.typechecker")
 
 settings.register_profile("scaledot", deadline=None, derandomize=True, database=None)

@@ -245,7 +245,7 @@ def _head(head: Head, stats: HeadStats) -> dict[str, Any]:
         h = head.head if len(m.count) == stats.heads else head.kv_head
         moments[name] = {
             "count": int(m.count[h]),
-            "mean": float(m.average[h]),
+            "mean": m.of_head(h),
             "sd": float(m.var[h].sqrt()),
             "min": float(m.minimum[h]),
             "max": float(m.maximum[h]),

@@ -138,6 +138,10 @@ class Measure:
         """Mean over rows, NaN for no rows."""
         return torch.where(self.count > 0, self.mean, math.nan)
 
+    def of_head(self, head: int) -> float:
+        """`average` of one head."""
+        return float(self.mean[head]) if self.count[head] else math.nan
+
 
 def _summed(named: Mapping[str, np.ndarray]) -> dict[str, Measure]:
     """`Measure.of` for several of the same shape together: of few rows that is faster."""

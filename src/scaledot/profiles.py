@@ -142,7 +142,7 @@ def profiles(stats: HeadStats) -> list[Profile]:
 
     def mean(name: str, head: int) -> float:
         m = stats.measures.get(name)
-        return math.nan if m is None else float(m.average[head])
+        return math.nan if m is None else m.of_head(head)
 
     past = {d: stats.share_at_least("top_margin", limit) for d, limit in SATURATED.items()}
     result = []
@@ -200,12 +200,12 @@ def _masses(stats: HeadStats, head: int) -> tuple[Mass, ...]:
         m = stats.measures.get(name)
         if m is None or not m.count[head]:
             continue
-        mass = float(m.average[head])
+        mass = m.of_head(head)
         if name == "first":
             first, rest = mass, (1 - mass) * float(m.count[head])
         beside = None
         if name in roles.OFFSETS and first > roles.THRESHOLDS["first"] and rest >= FEWEST_REST:
             beside = min(mass / (1 - first), 1.0)
-        chance = float(stats.measures[f"chance.{name}"].average[head])
+        chance = stats.measures[f"chance.{name}"].of_head(head)
         result.append(Mass(name, label, mass, chance, int(m.count[head]), beside))
     return tuple(result)

@@ -187,8 +187,8 @@ def verdict(stats: HeadStats, head: int) -> str:
     """
     if "relative_width" not in stats.measures:
         raise ValueError("these statistics hold no relative_width: add those of reference.excess")
-    variance = float(stats.measures["score_var"].average[head])
-    relative = float(stats.measures["relative_width"].average[head])
+    variance = stats.measures["score_var"].of_head(head)
+    relative = stats.measures["relative_width"].of_head(head)
     if math.isnan(relative) or math.isnan(variance):
         return "unknown"
     if relative >= 1:

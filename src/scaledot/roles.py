@@ -666,7 +666,7 @@ def roles_of(stats: HeadStats) -> list[tuple[Role, ...]]:
     for head in range(stats.heads):
         rows = {n: int(stats.measures[n].count[head]) for n in there}
         masses, chances = (
-            {n: float(stats.measures[prefix + n].average[head]) for n in there if rows[n]}
+            {n: stats.measures[prefix + n].of_head(head) for n in there if rows[n]}
             for prefix in ("", "chance.")
         )
         result.append(role_of(masses, chances, rows))

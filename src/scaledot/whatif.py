@@ -176,7 +176,7 @@ def table(stats: HeadStats, head: int) -> WhatIf:
 
     def mean(name: str) -> tuple[float, ...]:
         measures = (stats.measures[f"whatif.{name}.{e}"] for e in swept)
-        return tuple(float(m.average[head]) for m in measures)
+        return tuple(m.of_head(head) for m in measures)
 
     margins = [f"whatif.top_margin.{e}" for e in swept]
     medians = [stats.quantile(name, 0.5) for name in margins]
