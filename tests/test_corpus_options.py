@@ -205,16 +205,16 @@ def test_four_ways_to_run_a_corpus_give_the_same(capfd):
     """As they are typed: one process, two of torchrun's, two workers of Ray's, a merge."""
     if "SCALEDOT_REQUIRE_CORPUS" not in os.environ:
         pytest.importorskip("ray")
+    asked = ("audit", "--file", "s*.jsonl", "--quick", "--threads", "1", "--json")
+    assert scaledot(capfd, *asked, "one.json")[0] == 0
     ways = {
-        "one": ["-m", "scaledot", "audit", "--file", "s*.jsonl"],
         "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
-                     "--local-addr=127.0.0.1", "-m", "scaledot", "audit", "--file", "s*.jsonl"],
-        "ray": ["-m", "scaledot", "audit", "--file", "s*.jsonl", "--engine", "ray",
-                "--workers", "2"],
+                     "--local-addr=127.0.0.1", "-m", "scaledot", *asked, "torchrun.json"],
+        "ray": ["-m", "scaledot", *asked, "ray.json", "--engine", "ray", "--workers", "2"],
     }  # fmt: skip
     for name, command in ways.items():
         done = subprocess.run(
-            [sys.executable, *command, "--quick", "--threads", "1", "--json", f"{name}.json"],
+            [sys.executable, *command],
             env=os.environ | {"PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1"},
             capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
@@ -226,7 +226,7 @@ def test_four_ways_to_run_a_corpus_give_the_same(capfd):
         scaledot(capfd, "audit", "--quick", "--file", f"s{k}.jsonl", "--state", f"{k}.safetensors")
     scaledot(capfd, "merge", "0.safetensors", "1.safetensors", "-o", "all.safetensors")
     assert scaledot(capfd, "audit", "all.safetensors", "--json", "merged.json")[0] == 0
-    one, *others = (json.loads(Path(f"{x}.json").read_text()) for x in (*ways, "merged"))
+    one, *others = (json.loads(Path(f"{x}.json").read_text()) for x in ("one", *ways, "merged"))
     for other in others:
         assert other["text"] == one["text"]
         for a, b in zip(one["heads"], other["heads"], strict=True):

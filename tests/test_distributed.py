@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load as parse
 
 import scaledot
+from forked import ranks
 from scaledot import heads
 from scaledot.distributed import reduce
 from scaledot.loading import load
@@ -53,22 +54,21 @@ lets go of a tensor while the interpreter ends aborts the process; so it does no
 process does, as those of `multiprocessing` do."""
 
 
-def launch(tmp_path, text, processes):
+def torchrun(tmp_path, text):
     script = tmp_path / "run.py"
     script.write_text(text, encoding="utf-8")
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}",
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
          "--standalone", "--local-addr=127.0.0.1", str(script), str(tmp_path)],
         env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
 
-def torchrun(tmp_path, body, processes=2, wanted=0):
+def together(tmp_path, body, processes=2):
+    """The body in each of these processes, after START."""
     end = "\ndist.destroy_process_group()\n"
-    done = launch(tmp_path, START + textwrap.dedent(body) + end + LEAVE, processes)
-    assert (done.returncode == 0) == (wanted == 0), done.stderr
-    return done
+    ranks(START + textwrap.dedent(body) + end, processes, str(tmp_path))
 
 
 def here():
@@ -126,7 +126,7 @@ def test_processes_that_share_the_texts_give_what_one_gives(tmp_path, wrapper):
                 net(input_ids=text[None])
         heads.save(f"{{folder}}/{{rank}}", reduce(seen.heads))
         """
-    torchrun(tmp_path, textwrap.dedent(WRAPPED[wrapper]) + textwrap.dedent(body))
+    together(tmp_path, textwrap.dedent(WRAPPED[wrapper]) + textwrap.dedent(body))
     first, second = (parse((tmp_path / str(i)).read_bytes()) for i in range(2))
     assert all(x.equal(second[name]) for name, x in first.items())
     same(heads.load(tmp_path / "0"), alone(texts))
@@ -134,7 +134,7 @@ def test_processes_that_share_the_texts_give_what_one_gives(tmp_path, wrapper):
 
 def test_heads_that_are_spread_over_processes_stand_side_by_side(tmp_path):
     """Tensor parallel by torch's own plan: each rank holds half of the heads of every layer."""
-    torchrun(tmp_path, """
+    together(tmp_path, """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import (
             ColwiseParallel, RowwiseParallel, parallelize_module)
@@ -162,7 +162,7 @@ def test_heads_that_are_spread_over_processes_stand_side_by_side(tmp_path):
 
 
 def test_a_rank_that_saw_nothing_and_a_group(tmp_path):
-    torchrun(tmp_path, """
+    together(tmp_path, """
         net = model()
         with torch.no_grad(), scaledot.observe(net) as seen:
             net(input_ids=ids[rank][None])
@@ -279,7 +279,7 @@ def test_ranks_that_disagree_or_fail_say_the_same_and_a_rank_that_stays_away_is_
             json.dump(said, file)
         """
     body = textwrap.dedent(start) + textwrap.dedent(cases) + textwrap.dedent(end)
-    torchrun(tmp_path, body, processes=3)
+    together(tmp_path, body, processes=3)
     said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     for name, (_, wanted) in DISAGREE.items():
         assert [one[name] for one in said] == [wanted] * 3
@@ -314,7 +314,7 @@ def attended(q, k, v, texts):
 def test_four_processes_by_texts_by_heads_and_by_both(tmp_path):
     """Of seven or five texts one process has fewer; heads and key heads are spread over two or four
     processes, in the latter case each key head over two."""
-    torchrun(tmp_path, SLICES + textwrap.dedent("""
+    together(tmp_path, SLICES + textwrap.dedent("""
         net = model()
         with torch.no_grad(), scaledot.observe(net) as seen:
             for text in ids[rank::world]:
@@ -347,11 +347,12 @@ def test_four_processes_by_texts_by_heads_and_by_both(tmp_path):
 
 
 def test_a_rank_that_fails_takes_the_others_with_it(tmp_path):
-    done = torchrun(tmp_path, """
+    done = torchrun(tmp_path, START + textwrap.dedent("""
         if rank == 1:
             raise RuntimeError("this rank is gone")
         reduce({})
-        """, wanted=1)  # fmt: skip
+        """))  # fmt: skip
+    assert done.returncode
     assert "this rank is gone" in done.stderr
 
 
@@ -368,7 +369,7 @@ TRAININGS = ("ddp", "compiled", "fsdp2")
 def test_every_rank_of_a_training_is_told_the_same_and_one_writes(tmp_path):
     """Two ranks with two texts a step each, whose gradients add up before ranks exchange them,
     against one process with all four."""
-    torchrun(tmp_path, f"""
+    together(tmp_path, f"""
         import contextlib
         from torch.distributed.fsdp import fully_shard
 
@@ -433,7 +434,7 @@ def test_every_rank_of_a_training_is_told_the_same_and_one_writes(tmp_path):
 
 def test_a_sharded_weight_is_clipped_as_a_whole_one(tmp_path):
     """FSDP2 keeps half of each weight's rows on a rank, a head's among them."""
-    torchrun(tmp_path, """
+    together(tmp_path, """
         from safetensors.torch import save_file
         from torch.distributed.fsdp import fully_shard
         net = model()
@@ -468,7 +469,7 @@ DOCUMENT = (Path(__file__).parents[1] / "docs" / "distributed.md").read_text(enc
 
 def test_the_documents_example_prints_what_stands_below_it(tmp_path):
     code, said = re.findall(r"```(?:python|text)\n(.*?)```", DOCUMENT, re.S)
-    assert launch(tmp_path, code + LEAVE, 2).stdout == said
+    assert torchrun(tmp_path, code + LEAVE).stdout == said
 
 
 def test_the_documents_errors_are_those_that_are_raised():

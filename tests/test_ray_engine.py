@@ -89,14 +89,14 @@ def test_a_run_that_is_stopped_keeps_what_came_back(sample, whole):
     def stop(done, *_):
         raise KeyboardInterrupt
 
-    stopped = run(sample, over_ray(), "stopped.safetensors", stop)
+    stopped = run(sample, over_ray(workers=1), "stopped.safetensors", stop)
     assert not stopped.complete
     assert 0 < stopped.state.gathered.texts < len(TEXTS)
-    assert_same(run(sample, over_ray(), "stopped.safetensors").state, whole)
+    assert_same(run(sample, over_ray(workers=1), "stopped.safetensors").state, whole)
 
 
 def test_what_cannot_be_is_said(sample, monkeypatch):
-    assert "no model at 'none'" in str(run(sample, over_ray("none")).failed)
+    assert "no model at 'none'" in str(run(sample, over_ray("none", workers=1)).failed)
     assert str(run(sample, over_ray(workers=4096)).failed).startswith("4096 workers need more")
     monkeypatch.setitem(sys.modules, "ray", None)
     assert 'pip install "scaledot[ray]"' in str(run(sample, over_ray()).failed)

@@ -1,0 +1,92 @@
+"""Processes that have torch and transformers from the start: to import them takes each seconds.
+
+They are forked from one that imported both once and did nothing else, and are otherwise processes
+of their own, in a session of their own, which may be killed.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([
+    "torch.distributed.nn.functional", "torch.distributed.fsdp",
+    "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto",
+])  # fmt: skip
+
+
+class Forked:
+    """`python -c code *arguments` in this folder, with what `subprocess.Popen` has of it. What it
+    says must fit into a pipe, 64 kB, unless it is read meanwhile."""
+
+    def __init__(self, code, *arguments, **environment):
+        (out, said), (errors, failed) = FORKS.Pipe(duplex=False), FORKS.Pipe(duplex=False)
+        self._process = FORKS.Process(
+            target=_begin,
+            args=(code, arguments, os.getcwd(), os.environ | environment, sys.path, said, failed),
+        )
+        self._process.start()
+        self.pid = self._process.pid
+        self.stdout, self.stderr = (os.fdopen(os.dup(x.fileno())) for x in (out, errors))
+        for end in (out, said, errors, failed):
+            end.close()
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def kill(self):
+        self._process.kill()
+
+    def communicate(self, timeout=240):
+        """(stdout, stderr) from here on, once it has ended; it is killed if it does not."""
+        self._process.join(timeout)
+        self.kill()
+        with self.stdout, self.stderr:
+            return self.stdout.read(), self.stderr.read()
+
+
+def ranks(code, count, *arguments):
+    """`torchrun --nproc-per-node count` of the code; the first that fails ends the others.
+
+    Raises: AssertionError with what it said.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        Forked(
+            code, *arguments, RANK=str(i), LOCAL_RANK=str(i), WORLD_SIZE=str(count),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        ) for i in range(count)
+    ]  # fmt: skip
+    until = time.monotonic() + 240
+    while any(one.returncode is None for one in started):
+        if any(one.returncode for one in started) or time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    failed = [i for i, one in enumerate(started) if one.returncode != 0]
+    said = [one.communicate(timeout=0) for one in started]
+    assert not failed, said[failed[0]][1]
+
+
+def _begin(code, arguments, folder, environment, path, out, errors):
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
+    sys.argv[:] = ["-c", *arguments]
+    for number, pipe in ((1, out), (2, errors)):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+    import torch
+
+    torch.set_num_threads(1)
+    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
