@@ -11,8 +11,6 @@ import base64
 import importlib.util
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
@@ -20,6 +18,8 @@ from urllib.parse import parse_qsl, urlencode
 import numpy as np
 import pytest
 import torch
+
+from forked import SCALEDOT, Forked
 
 ROOT = Path(__file__).parent.parent
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
@@ -72,21 +72,15 @@ def served(browser):
 
     def of(model):
         if model not in running:
-            environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
-            command = [sys.executable, "-m", "scaledot", "explore", *given(model), "--no-open"]
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                encoding="utf-8", env=environment,
-            )  # fmt: skip
+            command = ("explore", *given(model), "--no-open")
+            process = Forked(SCALEDOT, *command, HF_HUB_OFFLINE="1")
             running[model] = process, process.stdout.readline().split()[-1]
         return running[model][1]
 
     yield of
     for process, _ in running.values():
         process.terminate()
-    for process, _ in running.values():
-        process.wait(10)
-        process.stdout.close()
+        process.communicate(timeout=10)
 
 
 def given(model):

@@ -5,6 +5,7 @@ import re
 import jaxtyping
 import pytest
 import torch
+import torch._dynamo  # now: what is imported under jaxtyping's hook is compiled anew each time
 from beartype import BeartypeConf, beartype
 from hypothesis import settings
 

@@ -18,6 +18,10 @@ FORKS.set_forkserver_preload([
 ])  # fmt: skip
 
 
+SCALEDOT = "import runpy; runpy.run_module('scaledot', run_name='__main__')"
+"""The code of `python -m scaledot`."""
+
+
 class Forked:
     """`python -c code *arguments` in this folder, with what `subprocess.Popen` has of it. What it
     says must fit into a pipe, 64 kB, unless it is read meanwhile."""
@@ -41,6 +45,9 @@ class Forked:
     def send_signal(self, number):
         os.kill(self.pid, number)
 
+    def terminate(self):
+        self._process.terminate()
+
     def kill(self):
         self._process.kill()
 
@@ -52,20 +59,23 @@ class Forked:
             return self.stdout.read(), self.stderr.read()
 
 
+def environments(count):
+    """What torchrun tells each of so many processes of this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [
+        {"RANK": str(i), "LOCAL_RANK": str(i), "WORLD_SIZE": str(count),
+         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} for i in range(count)
+    ]  # fmt: skip
+
+
 def ranks(code, count, *arguments):
     """`torchrun --nproc-per-node count` of the code; the first that fails ends the others.
 
     Raises: AssertionError with what it said.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = [
-        Forked(
-            code, *arguments, RANK=str(i), LOCAL_RANK=str(i), WORLD_SIZE=str(count),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        ) for i in range(count)
-    ]  # fmt: skip
+    started = [Forked(code, *arguments, **rank) for rank in environments(count)]
     until = time.monotonic() + 240
     while any(one.returncode is None for one in started):
         if any(one.returncode for one in started) or time.monotonic() > until:

@@ -1,10 +1,7 @@
 """A training run on the page: in a browser, from one file and from the server while it goes on."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 from torch import nn
 
 from browsing import AXE, ROOT, focus, missing, until, until_state
+from forked import SCALEDOT, Forked
 from scaledot import ScaledotError, timeline
 from scaledot.alarms import Alarm
 from scaledot.following import Followed
@@ -339,18 +337,12 @@ def test_alarms_are_reached_by_touch_and_by_a_pointer_nearby(opened, blown_up):
 @contextmanager
 def served_run(path):
     """The address of `scaledot explore` for a file."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "scaledot", "explore", str(path), "--no-open"],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8",
-        env=environment,
-    )  # fmt: skip
+    process = Forked(SCALEDOT, "explore", str(path), "--no-open")
     try:
         yield process.stdout.readline().split()[-1]
     finally:
         process.terminate()
-        process.wait(10)
-        process.stdout.close()
+        process.communicate(timeout=10)
 
 
 def test_the_page_grows_with_the_run_and_stays_as_it_was(tmp_path, opened):

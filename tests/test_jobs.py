@@ -4,15 +4,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from forked import Forked
+from forked import Forked, environments
 from scaledot import ScaledotError, jobs, state
 from scaledot.corpus import sources
 from scaledot.loading import load
@@ -79,17 +77,8 @@ def run(sample, path=None, **how):
     return jobs.run(job, sample, Processes())
 
 
-def process(path="run.safetensors", limit=0, every=0.0, bad="stop", ranks=1):
-    if ranks == 1:
-        return Forked(SCRIPT, path, str(limit), str(every), bad)
-    Path("script.py").write_text(SCRIPT)
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
-             "--standalone", "--local-addr=127.0.0.1", "script.py"]  # fmt: skip
-    return subprocess.Popen(
-        [*start, path, str(limit), str(every), bad], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def process(path="run.safetensors", limit=0, every=0.0, bad="stop", **environment):
+    return Forked(SCRIPT, path, str(limit), str(every), bad, **environment)
 
 
 def until(started, line):
@@ -196,36 +185,24 @@ def test_a_model_that_fails_takes_nothing_with_it(sample, whole):
 
 def test_several_processes_give_what_one_gives(sample, whole):
     """Two, killed once, then one, then three: each goes on from what the others left."""
-    started = process(ranks=2)
-    until(started, "1 done 3")
-    os.killpg(started.pid, signal.SIGKILL)  # the launcher, whose processes are not told
-    for pid in _scripts():
-        os.kill(pid, signal.SIGKILL)
-    started.communicate()
+    started = [process(**rank) for rank in environments(2)]
+    until(started[1], "1 done 3")
+    for one in started:
+        one.kill()
+        one.communicate()
     part = state.load("run.rank1.safetensors")
     assert part.gathered.texts >= 2  # the third was said before it was saved
     one = run(sample, "run.safetensors", max_tokens=150)
     assert not Path("run.rank1.safetensors").exists()
     assert one.state.gathered.texts >= part.gathered.texts
     Path("s1.jsonl").write_text(Path("s1.jsonl").read_text() + "no JSON\n" * 3)  # one a process
-    out = ended(process(ranks=3, every=600.0, bad="skip"))
+    started = [process(every=600.0, bad="skip", **rank) for rank in environments(3)]
+    out = "".join(ended(one) for one in started)
     assert out.count("end True None") == 3
     assert sum(line.count("s1.jsonl line") for line in out.splitlines()) == 3
     assert max(line.count("s1.jsonl line") for line in out.splitlines()) == 3  # the first has them
     assert_same(state.load("run.safetensors"), whole)
     assert [x.name for x in Path().glob("*.safetensors")] == ["run.safetensors"]
-
-
-def _scripts():
-    """Processes of this test's script."""
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdecimal() and os.readlink(folder / "cwd") == os.getcwd():
-                words = (folder / "cmdline").read_bytes()
-                if b"script.py" in words:
-                    yield int(folder.name)
-        except OSError:
-            continue
 
 
 def test_a_state_of_another_run_is_refused(sample):

@@ -1,14 +1,13 @@
 """A state on disk: bit for bit what it was, or one line that says what is wrong with it."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from forked import Forked
 from scaledot import ScaledotError, heads, state
 from scaledot.corpus import Document
 from scaledot.loading import load
@@ -202,10 +201,7 @@ try:
 except state.ScaledotError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == f"cannot write {path}: file too large\n"
+    assert Forked(code, path).communicate()[0] == f"cannot write {path}: file too large\n"
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -219,15 +215,14 @@ with state.locked(sys.argv[1]):
     print("mine", flush=True)
     time.sleep(600)
 """
-    other = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True)
+    other = Forked(code, path)
     try:
         assert other.stdout.readline() == "mine\n"
         with pytest.raises(ScaledotError, match="is in use by another run: wait, or pass"):
             state.locked(path).__enter__()
     finally:
         other.kill()
-        other.wait()
-        other.stdout.close()
+        other.communicate()
     leftover = tmp_path / ".run.safetensors.123.part"
     leftover.write_bytes(b"half")
     with state.locked(path):  # the system has taken the dead one's lock away

@@ -5,10 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import scaledot
+from forked import Forked
 from scaledot.alarms import Alarm
 from scaledot.huggingface import SDPA
 from scaledot.tracking import scalars, values
@@ -238,11 +235,9 @@ for a, b in zip(looks[:4], looks[4:]):
 def test_a_compiled_model_is_watched(wrapped):
     # A process of its own: the compiler takes warnings of its own that are errors here for code
     # that it cannot follow, and neither annotations nor other tests' graphs belong in it.
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED, wrapped], cwd=Path(__file__).parent, timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    process = Forked(COMPILED, wrapped)
+    _, said = process.communicate()
+    assert process.returncode == 0, said
 
 
 # The same bits
@@ -388,14 +383,14 @@ with scaledot.Monitor(model, every=1, file=sys.argv[1]) as monitor:
 
 def test_lines_written_before_a_kill_are_whole_and_a_resumed_run_goes_on(tmp_path):
     file = tmp_path / "run.timeline.jsonl"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(file)], env=dict(os.environ))
+    process = Forked(KILLED, str(file))
     deadline = time.monotonic() + 60
     while not (file.exists() and file.read_bytes().count(b"\n") > 20):
-        assert process.poll() is None
+        assert process.returncode is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.communicate()
     written = file.read_bytes()
     whole = written[: written.rindex(b"\n") + 1].splitlines()
     lines = [json.loads(line) for line in whole]
