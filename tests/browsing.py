@@ -72,8 +72,7 @@ def served(browser):
 
     def of(model):
         if model not in running:
-            command = ("explore", *given(model), "--no-open")
-            process = Forked(SCALEDOT, *command, HF_HUB_OFFLINE="1")
+            process = Forked(SCALEDOT, "explore", *given(model), "--no-open")
             running[model] = process, process.stdout.readline().split()[-1]
         return running[model][1]
 
