@@ -1,4 +1,4 @@
-"""Processes that have torch and transformers from the start: to import them takes each seconds.
+"""Processes that have torch and transformers from the start: importing them takes each seconds.
 
 They are forked from one that imported both once and did nothing else, and are otherwise processes
 of their own, in a session of their own, which may be killed.
@@ -8,7 +8,10 @@ import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([
@@ -24,18 +27,20 @@ SCALEDOT = "import runpy; runpy.run_module('scaledot', run_name='__main__')"
 
 class Forked:
     """`python -c code *arguments` in this folder, with what `subprocess.Popen` has of it. What it
-    says must fit into a pipe, 64 kB, unless it is read meanwhile."""
+    prints must fit into a pipe, 64 kB, unless it is read meanwhile."""
 
     def __init__(self, code, *arguments, **environment):
-        (out, said), (errors, failed) = FORKS.Pipe(duplex=False), FORKS.Pipe(duplex=False)
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+        (out, said), failed = FORKS.Pipe(duplex=False), Connection(os.dup(self._errors.fileno()))
         self._process = FORKS.Process(
             target=_begin,
             args=(code, arguments, os.getcwd(), os.environ | environment, sys.path, said, failed),
+            daemon=True,
         )
         self._process.start()
         self.pid = self._process.pid
-        self.stdout, self.stderr = (os.fdopen(os.dup(x.fileno())) for x in (out, errors))
-        for end in (out, said, errors, failed):
+        self.stdout = os.fdopen(os.dup(out.fileno()), encoding="utf-8")
+        for end in (out, said, failed):
             end.close()
 
     @property
@@ -43,7 +48,8 @@ class Forked:
         return self._process.exitcode
 
     def send_signal(self, number):
-        os.kill(self.pid, number)
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(self.pid, number)
 
     def terminate(self):
         self._process.terminate()
@@ -52,15 +58,22 @@ class Forked:
         self._process.kill()
 
     def communicate(self, timeout=240):
-        """(stdout, stderr) from here on, once it has ended; it is killed if it does not."""
+        """(the rest of stdout, stderr) once it has ended.
+
+        Raises: AssertionError if it does not; it is killed then.
+        """
         self._process.join(timeout)
+        late = self.returncode is None
         self.kill()
-        with self.stdout, self.stderr:
-            return self.stdout.read(), self.stderr.read()
+        with self.stdout, self._errors:
+            self._errors.seek(0)
+            said = self.stdout.read(), self._errors.read()
+        assert not late, said
+        return said
 
 
 def environments(count):
-    """What torchrun tells each of so many processes of this machine."""
+    """Of what torchrun tells each of so many processes of a machine, what torch needs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -73,7 +86,7 @@ def environments(count):
 def ranks(code, count, *arguments):
     """`torchrun --nproc-per-node count` of the code; the first that fails ends the others.
 
-    Raises: AssertionError with what it said.
+    Raises: AssertionError with what they said.
     """
     started = [Forked(code, *arguments, **rank) for rank in environments(count)]
     until = time.monotonic() + 240
@@ -81,9 +94,11 @@ def ranks(code, count, *arguments):
         if any(one.returncode for one in started) or time.monotonic() > until:
             break
         time.sleep(0.05)
-    failed = [i for i, one in enumerate(started) if one.returncode != 0]
-    said = [one.communicate(timeout=0) for one in started]
-    assert not failed, said[failed[0]][1]
+    failed = any(one.returncode != 0 for one in started)
+    for one in started:
+        one.kill()
+    said = [one.communicate()[1] for one in started]
+    assert not failed, "\n".join(said)
 
 
 def _begin(code, arguments, folder, environment, path, out, errors):
@@ -92,7 +107,7 @@ def _begin(code, arguments, folder, environment, path, out, errors):
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:] = path
-    sys.argv[:] = ["-c", *arguments]
+    sys.argv[:] = ["-c", *map(str, arguments)]
     for number, pipe in ((1, out), (2, errors)):
         os.dup2(pipe.fileno(), number)
         pipe.close()

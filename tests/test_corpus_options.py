@@ -202,11 +202,12 @@ def test_mistakes_of_merge(capfd, sample_state):
 
 
 def test_four_ways_to_run_a_corpus_give_the_same(capfd):
-    """As they are typed: one process, two of torchrun's, two workers of Ray's, a merge."""
+    """One process and a merge; two processes of torchrun's and two workers of Ray's as typed."""
     if "SCALEDOT_REQUIRE_CORPUS" not in os.environ:
         pytest.importorskip("ray")
     asked = ("audit", "--file", "s*.jsonl", "--quick", "--threads", "1", "--json")
-    assert scaledot(capfd, *asked, "one.json")[0] == 0
+    code, out, _ = scaledot(capfd, *asked, "one.json")
+    assert (code, out.count("6 texts"), out.count("Wrote one.json")) == (0, 1, 1)
     ways = {
         "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
                      "--local-addr=127.0.0.1", "-m", "scaledot", *asked, "torchrun.json"],

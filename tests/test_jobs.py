@@ -1,7 +1,6 @@
 """Whole runs in processes of their own: killed, stopped, short of disk, several on one corpus."""
 
 import json
-import os
 import random
 import signal
 import time
@@ -85,7 +84,7 @@ def until(started, line):
     for said in started.stdout:
         if said.strip() == line:
             return
-    pytest.fail(f"it ended without {line!r}: {started.stderr.read()[-2000:]}")
+    pytest.fail(f"it ended without {line!r}: {started.communicate()[1][-2000:]}")
 
 
 def ended(started, code=0):
@@ -97,11 +96,11 @@ def ended(started, code=0):
 def test_a_run_that_is_killed_goes_on_and_counts_nothing_twice(sample, whole):
     """kill -9 in the middle of a shard, several times, wherever it is: in a window, in a save."""
     dice = random.Random(0)
-    for stop in (3, 9, 4):
+    for stop in (3, 5, 4):
         started = process()
         until(started, f"0 done {stop}")
         time.sleep(dice.random() / 10)
-        os.killpg(started.pid, signal.SIGKILL)
+        started.kill()
         started.communicate()
         done = state.load("run.safetensors").gathered.texts
         assert done >= stop - 1  # what is said is saved next

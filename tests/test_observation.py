@@ -1163,13 +1163,20 @@ def test_settings_are_restored_whatever_happens() -> None:
     assert _names(model) == before
 
 
+def _stance() -> str:
+    return torch._dynamo.eval_frame._stance.stance
+
+
 def test_observations_may_end_in_any_order() -> None:
     model, x = llama(), ids(1, 5)
     encoder, y = nn.TransformerEncoderLayer(12, 2, batch_first=True).eval(), torch.randn(1, 5, 12)
     before = _names(model)
-    first, second = ([scaledot.observe(model), scaledot.observe(encoder)] for _ in range(2))
+    first, second = (
+        [scaledot.observe(model, gradients=True), scaledot.observe(encoder)] for _ in range(2)
+    )
     seen = [one.__enter__() for one in (*first, *second)]
     for ending in (first, second):
+        assert _stance() == "force_eager"
         with torch.no_grad():
             model(x), encoder(y)
         for context in ending:
@@ -1177,6 +1184,7 @@ def test_observations_may_end_in_any_order() -> None:
     assert [next(iter(one.calls.values())).calls for one in seen] == [1, 1, 2, 2]
     assert _names(model) == before
     assert torch.backends.mha.get_fastpath_enabled()
+    assert _stance() == "default"
 
 
 def test_a_model_that_shares_a_configuration_is_not_recorded() -> None:

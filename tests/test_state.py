@@ -201,7 +201,10 @@ try:
 except state.ScaledotError as error:
     print(error)
 """
-    assert Forked(code, path).communicate()[0] == f"cannot write {path}: file too large\n"
+    saving = Forked(code, path)
+    said, failed = saving.communicate()
+    assert saving.returncode == 0, failed
+    assert said == f"cannot write {path}: file too large\n"
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

@@ -385,12 +385,14 @@ def test_lines_written_before_a_kill_are_whole_and_a_resumed_run_goes_on(tmp_pat
     file = tmp_path / "run.timeline.jsonl"
     process = Forked(KILLED, str(file))
     deadline = time.monotonic() + 60
-    while not (file.exists() and file.read_bytes().count(b"\n") > 20):
-        assert process.returncode is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.kill()
-    process.communicate()
+    try:
+        while not (file.exists() and file.read_bytes().count(b"\n") > 20):
+            assert process.returncode is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.communicate()
     written = file.read_bytes()
     whole = written[: written.rindex(b"\n") + 1].splitlines()
     lines = [json.loads(line) for line in whole]

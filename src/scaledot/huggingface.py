@@ -353,13 +353,15 @@ def routed(model: nn.Module) -> Iterator[None]:
     """Send every attention of the model's Hugging Face parts through us; afterwards as before."""
     with ExitStack() as context:
         for config in _configs(model):
-            name = config._attn_implementation
-            context.enter_context(
-                held(id(config), partial(setattr, config, "_attn_implementation_internal", name))
-            )
-            if name not in (SDPA, EAGER):
-                config._attn_implementation_internal = EAGER if name in ("eager", None) else SDPA
+            context.enter_context(held(id(config), partial(_route, config)))
         yield
+
+
+def _route(config: PreTrainedConfig) -> Callable[[], object]:
+    name = config._attn_implementation
+    if name not in (SDPA, EAGER):
+        config._attn_implementation_internal = EAGER if name in ("eager", None) else SDPA
+    return partial(setattr, config, "_attn_implementation_internal", name)
 
 
 def _configs(model: nn.Module) -> list[PreTrainedConfig]:

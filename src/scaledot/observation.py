@@ -1069,7 +1069,7 @@ def looking(model: nn.Module, seen: Observation) -> Iterator[None]:
         context.enter_context(_looking(seen))
         if seen._gradients:
             # A graph's backward is a graph too, made with it; nothing in it hands over anything.
-            context.enter_context(torch.compiler.set_stance("force_eager"))
+            context.enter_context(held("stance", _nothing_compiled))
         context.enter_context(_hooked(model, seen))
         context.enter_context(slow_path())
         if _from_transformers(model):
@@ -1079,15 +1079,20 @@ def looking(model: nn.Module, seen: Observation) -> Iterator[None]:
         yield
 
 
+def _nothing_compiled() -> Callable[[], object]:
+    return partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
+
+
 _HELD: dict[object, tuple[Callable[[], object], int]] = {}
 _HOLDING = threading.Lock()
 
 
 @contextmanager
-def held(setting: object, undo: Callable[[], object]) -> Iterator[None]:
-    """A setting that several observations need at a time: the last to end undoes it as the first
-    said, in whatever order they end."""
+def held(setting: object, begin: Callable[[], Callable[[], object]]) -> Iterator[None]:
+    """A setting that several observations need at a time. begin makes it and returns what undoes
+    that: the last to end, in whatever order they end, puts back what the first found."""
     with _HOLDING:
+        undo = begin()
         first, holders = _HELD.get(setting, (undo, 0))
         _HELD[setting] = first, holders + 1
     try:

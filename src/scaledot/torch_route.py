@@ -231,6 +231,11 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 def slow_path() -> Iterator[None]:
     """torch's fused encoder layer calls no attention function: leave it out."""
     fast = torch.backends.mha
-    with held(fast, partial(fast.set_fastpath_enabled, fast.get_fastpath_enabled())):
+
+    def begin() -> Callable[[], object]:
+        before = fast.get_fastpath_enabled()
         fast.set_fastpath_enabled(False)
+        return partial(fast.set_fastpath_enabled, before)
+
+    with held("fast path", begin):
         yield
