@@ -19,7 +19,8 @@ ARROWS = {
     "rows": set(),
     "masks": {"checks", "rows"},
     "stages": {"checks", "rows", "masks"},
-    "heads": {"checks", "rows", "masks"},
+    "files": set(),
+    "heads": {"checks", "rows", "masks", "files"},
     "intervals": {"masks"},
     "moments": {"checks", "rows", "masks", "heads", "intervals"},
     "scales": set(),
@@ -143,7 +144,16 @@ ARROWS = {
     },
     # Many documents, many processes.
     "corpus": set(),
-    "state": {"heads", "scales", "findings", "leakage", "mask_check", "trials", "gathered"},
+    "state": {
+        "files",
+        "heads",
+        "scales",
+        "findings",
+        "leakage",
+        "mask_check",
+        "trials",
+        "gathered",
+    },
     "streaming": {
         "roles",
         "observation",
@@ -205,8 +215,8 @@ ARROWS = {
 # Inside functions: a result may reach for its presentation, a chooser for what it chooses.
 SHOWN = {"document", "page_document", "terminal", "report"}
 LATER = {
-    "lab.results": SHOWN | {"lab.figures", "heads"},
-    "lab.figures": {"heads"},
+    "lab.results": SHOWN | {"lab.figures", "files"},
+    "lab.figures": {"files"},
     "lab.draws": {"observation", "loading", "windows"},
     "__main__": {"cli"},
     "stages": SHOWN | {"exploring"},

@@ -564,7 +564,7 @@ def test_a_full_disk_does_not_take_the_table(capfd, here, monkeypatch):
     def full(path, _):
         raise ScaledotError(f"cannot write {path}: no space left on device")
 
-    monkeypatch.setattr("scaledot.heads.write", full)
+    monkeypatch.setattr("scaledot.files.write", full)
     code, out, err = scaledot(capfd, "audit", "--text", TEXT, "--quick")
     assert code == 2
     assert "score variance" in out

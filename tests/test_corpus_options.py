@@ -90,6 +90,16 @@ def test_a_bad_line_stops_or_is_skipped_and_said(capfd):
     assert "1 text skipped" in out
 
 
+def test_where_nothing_was_counted_nothing_is_said_to_be_saved(capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    asked = ("audit", "--quick", "--file", "s0.jsonl", "--state", "run.safetensors")
+    assert scaledot(capfd, *asked, "--engine", "ray") == (
+        2,
+        "",
+        'scaledot: ray is not installed, --engine ray needs it: pip install "scaledot[ray]"\n',
+    )
+
+
 def test_a_page_of_a_corpus_has_its_first_document(capfd):
     pytest.importorskip("fastapi")
     asked = ("audit", "--quick", "--file", "s0.jsonl", "--html", "a.html", "--max-tokens", "13")

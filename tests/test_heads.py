@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracle import inputs
-from scaledot import ScaledotError
 from scaledot.dispatch import attention
 from scaledot.heads import (
     COUNTS,
@@ -23,10 +22,10 @@ from scaledot.heads import (
     load,
     merge,
     save,
-    write,
 )
 from scaledot.masks import Mask
 from scaledot.stages import trace
+from test_files import one_line
 
 ABOUT = {"scale": 0.25, "d_k": 7, "kv_heads": 3}
 
@@ -334,14 +333,6 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path):
     assert os.listdir(tmp_path) == ["heads.safetensors"]
 
 
-def one_line(function, *arguments):
-    with pytest.raises(ScaledotError) as error:
-        function(*arguments)
-    text = str(error.value)
-    assert len(text.splitlines()) == 1
-    return text
-
-
 def test_what_is_no_such_file_is_one_line(tmp_path):
     from safetensors.torch import save_file
 
@@ -371,43 +362,3 @@ def test_what_is_no_such_file_is_one_line(tmp_path):
         assert one_line(load, path) == damaged
     save_file({"x": torch.zeros(3)}, path, {"format": "scaledot/heads 1"})
     assert one_line(load, path) == damaged
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "kept"
-    write(path, b"old")
-
-    def full(self, data):
-        with open(self, "wb") as file:
-            file.write(data[:2])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pathlib.Path.write_bytes", full)
-    assert one_line(write, path, b"new") == f"cannot write {path}: no space left on device"
-    assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["kept"]
-
-
-def test_what_is_no_file_is_written_to_and_stays(tmp_path):
-    """Renamed over, /dev/null would become a file, for everybody where root runs this."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        write(pipe, b"new")
-        assert os.read(reader, 9) == b"new"
-    finally:
-        os.close(reader)
-    assert pipe.is_fifo()
-    assert os.listdir(tmp_path) == ["pipe"]
-
-
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
-    file = tmp_path / "file"
-    file.write_bytes(b"old")
-    below, missing = file / "below", tmp_path / "none" / "below"
-    assert one_line(write, below, b"new") == f"cannot write {below}: not a directory"
-    assert one_line(write, missing, b"new") == f"cannot write {missing}: no such file or directory"
-    assert one_line(write, tmp_path, b"new") == f"cannot write {tmp_path}: is a directory"
-    assert os.listdir(tmp_path) == ["file"]
-    assert os.listdir(tmp_path.parent).count(f".{tmp_path.name}.{os.getpid()}.part") == 0

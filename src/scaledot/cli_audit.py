@@ -208,7 +208,7 @@ def _show(
     """Say what is worth a note, write the files, print the table. arguments: the options that gave
     the text, None for a corpus, of which no command shows one text."""
     from scaledot import document
-    from scaledot.heads import write
+    from scaledot.files import write
 
     t = result.text
     if t["beyond"] is not None:
@@ -292,7 +292,7 @@ def _counted(
 def _timeline(file: str, json: str | None, html: str | None, ascii: bool, color: str) -> int:
     """What a Monitor wrote of a training run; saved only where a file is named."""
     from scaledot import timeline
-    from scaledot.heads import write
+    from scaledot.files import write
     from scaledot.timeline_table import print_timeline
 
     if html == "-":
@@ -322,7 +322,7 @@ def _timeline(file: str, json: str | None, html: str | None, ascii: bool, color:
 def _write(json: str | None, doc: dict[str, Any]) -> tuple[str, int] | None:
     """Save a document, - being standard output; (file, bytes) where a file was written."""
     from scaledot.document import dump
-    from scaledot.heads import write
+    from scaledot.files import write
 
     data = dump(doc)
     if json == "-":

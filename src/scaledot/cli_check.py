@@ -72,7 +72,7 @@ def check(
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
     elif json is not None:
-        from scaledot.heads import write
+        from scaledot.files import write
 
         write(json, data)
         wrote = (json, len(data))

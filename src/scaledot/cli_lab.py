@@ -374,7 +374,7 @@ def _run(
         if [other.resolve() for other in files].count(file.resolve()) > 1:
             raise InputError(f"two results would be written to {file}: pass two names")
     from scaledot import document, lab, terminal
-    from scaledot.heads import write
+    from scaledot.files import write
     from scaledot.lab import figures
 
     run = getattr(lab, experiment)

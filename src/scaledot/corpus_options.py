@@ -145,6 +145,8 @@ def _say(outcome: Any, corpus: Corpus, rank: int) -> None:
         note(f"skipped: {outcome.skipped - len(outcome.unreadable):,} more that cannot be read")
     if corpus.state is None or (outcome.complete and outcome.failed is None):
         return
+    if not outcome.state.gathered.windows:
+        return
     path = part_path(corpus.state, rank) if rank else corpus.state
     skip = ""
     if isinstance(outcome.failed, UnreadableError):

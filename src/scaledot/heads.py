@@ -9,13 +9,11 @@ associative and commutative with `HeadStats.identity`: integers and extremes exa
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from scaledot import ScaledotError
+from scaledot.files import read, write
 from scaledot.rows import RowStats
 
 FORMAT = "scaledot/heads 1"
@@ -575,16 +574,6 @@ def load(path: str | os.PathLike[str]) -> dict[str, HeadStats]:
     return unpacked(read(path), os.fspath(path))
 
 
-def read(path: str | os.PathLike[str]) -> bytes:
-    """A file's bytes. Raises: ScaledotError saying why it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except FileNotFoundError:
-        raise ScaledotError(f"no file {path}") from None
-    except OSError as error:
-        raise ScaledotError(f"cannot read {path}: {error}") from None
-
-
 def _module(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> HeadStats:
     parts: dict[str, dict[str, Tensor]] = {"counts": {}, "scaled": {}, "raw": {}}
     measures: dict[str, dict[str, Tensor]] = {}
@@ -604,44 +593,3 @@ def _module(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> HeadStat
         Pairs(**parts["raw"]),
         {name: Measure(**measures[name]) for name in sorted(measures)},
     )
-
-
-def is_special(path: Path) -> bool:
-    """Whether a path is there and neither file nor folder: a device, a pipe."""
-    return path.exists() and not path.is_file() and not path.is_dir()
-
-
-def write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file, then rename it into place: a failure never spoils an older file, and neither
-    does a power cut, for all of it is on the disk before it has the name.
-
-    What is no file (a pipe, /dev/null) is written to: renamed over, it would be gone.
-
-    Raises: ScaledotError saying why it cannot be written.
-    """
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        if is_special(target):
-            target.write_bytes(data)
-            return
-        partial.write_bytes(data)
-        _settle(partial)
-        partial.replace(target)
-        with contextlib.suppress(OSError):  # some systems let no folder be opened
-            _settle(target.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise ScaledotError(
-            f"cannot write {target}: {(error.strerror or str(error)).lower()}"
-        ) from None
-
-
-def _settle(path: Path) -> None:
-    """Return once the disk has what is there."""
-    file = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from scaledot import ScaledotError, gathered, heads
+from scaledot.files import read, write
 from scaledot.findings import Layer
 from scaledot.gathered import Gathered, Subject
 from scaledot.leakage import Leak
@@ -232,12 +233,12 @@ def unpacked(data: bytes, name: str = "this") -> State:
 
 def load(path: str | os.PathLike[str]) -> State:
     """Read a state. Raises: ScaledotError for anything else, or a damaged one."""
-    return unpacked(heads.read(path), os.fspath(path))
+    return unpacked(read(path), os.fspath(path))
 
 
 def save(path: str | os.PathLike[str], state: State) -> None:
     """Write a state, whole or not at all. Raises: ScaledotError saying why it cannot be."""
-    heads.write(path, packed(state))
+    write(path, packed(state))
 
 
 def is_state(path: str | os.PathLike[str], *, part: bool = False) -> bool:

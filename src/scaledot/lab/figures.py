@@ -49,7 +49,7 @@ def save(result: Result, path: str | Path) -> None:
     be written.
     """
     kind = checked(path)
-    from scaledot.heads import write
+    from scaledot.files import write
 
     write(path, picture(result, kind))
 

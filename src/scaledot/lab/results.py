@@ -188,7 +188,7 @@ class Result:
         Raises: ValueError for another end; OSError.
         """
         from scaledot.document import dump, lab_document
-        from scaledot.heads import write
+        from scaledot.files import write
 
         kind = Path(path).suffix.lower()
         if kind not in (".json", ".csv"):
